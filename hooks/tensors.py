@@ -1,0 +1,445 @@
+"""Torch tensors and Python values as bytes: the step from *tensor* to digest in the flow.
+
+    tensor_parts(tensor)        what a tensor consists of: itself, or the pieces it stores
+    tensor_bytes(part)          one piece's logical elements, row-major, as uint8 on the host
+    digest_tensor(part)         (digest, leaf digests) of one piece
+    python_value_parts(value)   the same for what is no tensor: numbers, strings, containers
+
+    ""                                              strided, DTensor (the local shard), a collective's result
+    .indices .values                                sparse COO, as stored: a tensor that was not coalesced stays so
+    .crow_indices .col_indices .values              CSR, BSR
+    .ccol_indices .row_indices .values              CSC, BSC
+    .values .offsets [.lengths]                     nested, jagged layout
+    .values .sizes                                  nested, strided layout: the components one after the other
+    "" .scale .zero_point [.axis]                   quantized: the integers, then what gives them meaning
+    .NAME                                           each tensor that a subclass names in `__tensor_flatten__`
+
+Reading changes nothing and asks nothing of PyTorch that a program could see: a strided CPU tensor's
+bytes are read at their address through numpy's array interface, so no operator is dispatched, no
+mode is entered, no graph node is made, no version is bumped. Where an operator cannot be avoided
+(sparse, nested, quantized, other devices), dispatch modes, function modes and autograd are off for
+its duration. Hosts are little endian.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bitcheck.digest import LEAF_BYTES, digest_bytes, digest_from_leaves, digest_leaves
+from bitcheck.errors import DigestError
+
+Bytes = npt.NDArray[np.uint8]
+Digest = tuple[bytes, bytes]
+"""(digest, leaf digests)."""
+
+HOST_CHUNK_BYTES = 1024 * LEAF_BYTES
+"""Another device's memory is brought to the host in pieces of this size."""
+
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_WORD = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "|V16"}
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+_NO_FUNCTION: Any = torch._C.DisableTorchFunction
+_is_functorch: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+T = TypeVar("T")
+
+
+class PlainValue(NamedTuple):
+    """A Python value, or a numpy one, as what the digest covers."""
+
+    dtype: str
+    """`python.int`, `python.tuple`, `numpy.float64`, ..."""
+    shape: tuple[int, ...]
+    """() for a scalar, (n,) for a container of n, an array's shape."""
+    data: bytes
+    text: str
+    """`repr`, for people; cut where it is long."""
+
+
+# --- what a tensor consists of
+
+
+def tensor_parts(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return the strided pieces that hold a tensor's bits, each with the suffix of its name.
+
+    Raises DigestError where there are none: a meta, fake or lazy tensor, a batched one inside
+    `vmap`, a wrapper subclass without `__tensor_flatten__`.
+    """
+    with _NO_FUNCTION():
+        if (
+            type(tensor) in _PLAIN_TYPES
+            and tensor.layout is torch.strided
+            and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta or _is_functorch(tensor))
+        ):
+            return [("", tensor)]
+    with _unseen():
+        return list(_take_apart(tensor, ""))
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Keep operators from user's modes, from subclasses and from autograd."""
+    with _NO_FUNCTION(), torch._C._DisableTorchDispatch(), torch.no_grad():
+        yield
+
+
+def _take_apart(tensor: torch.Tensor, suffix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if _is_functorch(tensor):
+        if not torch._C._functorch.is_gradtrackingtensor(tensor):
+            raise DigestError(
+                f"a tensor of shape {list(tensor.shape)} inside torch.func.vmap is one of a batch and has no bytes of "
+                "its own; record the call around vmap instead"
+            )
+        yield from _take_apart(torch._C._functorch.get_unwrapped(tensor), suffix)
+    elif tensor.layout is torch.jagged:
+        for name in ("_values", "_offsets", "_lengths"):
+            if (component := getattr(tensor, name)) is not None:
+                yield from _take_apart(component, f"{suffix}.{name[1:]}")
+    elif type(tensor) not in _PLAIN_TYPES and hasattr(tensor, "__tensor_flatten__"):
+        yield from _take_subclass_apart(tensor, suffix)
+    elif torch.nn.parameter.is_lazy(tensor) or tensor.is_meta or _is_fake(tensor):
+        raise DigestError(_no_bytes(tensor))
+    elif tensor.layout is torch.sparse_coo:
+        yield f"{suffix}.indices", tensor._indices()
+        yield f"{suffix}.values", tensor._values()
+    elif tensor.layout in _COMPRESSED:
+        for name in (*_COMPRESSED[tensor.layout], "values"):
+            yield f"{suffix}.{name}", getattr(tensor, name)()
+    elif tensor.is_nested:
+        components = tensor.unbind()
+        flat = [component.reshape(-1) for component in components]
+        yield f"{suffix}.values", torch.cat(flat) if flat else torch.empty(0, dtype=tensor.dtype)
+        yield f"{suffix}.sizes", tensor._nested_tensor_size()
+    elif tensor.layout is not torch.strided:  # torch._mkldnn: blocked for one CPU, opaque
+        yield suffix, tensor.to_dense()
+    elif tensor.is_quantized:
+        yield from _take_quantized_apart(tensor, suffix)
+    else:
+        yield suffix, tensor
+
+
+def _take_subclass_apart(tensor: Any, suffix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    names, _ = tensor.__tensor_flatten__()
+    inner = {name: value for name in names if isinstance(value := getattr(tensor, name), torch.Tensor)}
+    if hasattr(tensor, "trigger_wait"):  # a functional collective's result: readable once the collective is done
+        yield from _take_apart(tensor.trigger_wait(), suffix)
+    elif list(inner) == ["_local_tensor"]:  # DTensor
+        yield from _take_apart(inner["_local_tensor"], suffix)
+    else:
+        for name, value in inner.items():
+            yield from _take_apart(value, f"{suffix}.{name.lstrip('_')}")
+
+
+def _take_quantized_apart(tensor: torch.Tensor, suffix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    yield suffix, tensor
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        yield f"{suffix}.scale", torch.tensor(tensor.q_scale(), dtype=torch.float64)
+        yield f"{suffix}.zero_point", torch.tensor(tensor.q_zero_point(), dtype=torch.int64)
+    else:
+        yield f"{suffix}.scale", tensor.q_per_channel_scales()
+        yield f"{suffix}.zero_point", tensor.q_per_channel_zero_points()
+        yield f"{suffix}.axis", torch.tensor(tensor.q_per_channel_axis(), dtype=torch.int64)
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    return fake is not None and isinstance(tensor, fake.FakeTensor)
+
+
+def _no_bytes(tensor: torch.Tensor) -> str:
+    if torch.nn.parameter.is_lazy(tensor):
+        return (
+            "a lazy parameter has no bytes to digest before the first forward gives it a shape; "
+            "run one forward before recording starts"
+        )
+    kind = "fake" if _is_fake(tensor) else tensor.device.type
+    return (
+        f"a {kind} tensor ({dtype_name(tensor)}, shape {list(tensor.shape)}) has no bytes to digest; expected one "
+        "whose storage is allocated: materialise it before recording starts"
+    )
+
+
+# --- bytes and digest of a piece
+
+
+_dtype_names: dict[torch.dtype, str] = {}
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Return a tensor's dtype as the digest writes it: "bfloat16", "float8_e4m3fn", "bool"."""
+    with _NO_FUNCTION():
+        dtype = tensor.dtype
+    name = _dtype_names.get(dtype)
+    if name is None:
+        name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")
+    return name
+
+
+class _Window:
+    """Memory as numpy's array interface describes it; keeps the tensor alive as long as the array."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, interface: dict[str, Any]) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = interface
+
+
+def tensor_bytes(tensor: torch.Tensor) -> Bytes:
+    """Return the logical elements of a strided tensor, row-major, as uint8 [numel * itemsize].
+
+    A contiguous CPU tensor gives a read-only window on its own memory, to be read before the tensor
+    changes; any other gives a copy. Conjugate and negative bits are resolved. Any dtype, stride,
+    storage offset and alignment. Raises DigestError where the memory is not there: meta, fake, a
+    storage that was freed (FSDP frees parameters between uses).
+    """
+    with _NO_FUNCTION():
+        if not tensor.is_cpu:
+            return _fetch(tensor)
+        num_bytes = tensor.nbytes
+        if num_bytes == 0:
+            return np.empty(0, np.uint8)
+        if not tensor.is_contiguous():
+            data = _gather(tensor)
+        else:
+            address = _address(tensor, num_bytes)
+            if address == 0:
+                return np.zeros(num_bytes, np.uint8)
+            interface = {"data": (address, True), "shape": (num_bytes,), "typestr": "|u1", "version": 3}
+            data = np.asarray(_Window(tensor, interface))
+        if tensor.is_conj() or tensor.is_neg():
+            data = _resolve(tensor, data)
+        return data
+
+
+def _address(tensor: torch.Tensor, span_bytes: int) -> int:
+    """Return where a CPU tensor's first element lies; 0 for zeros that are not in memory.
+
+    `span_bytes` reach from its first element to the end of its last.
+    """
+    try:
+        address = tensor.data_ptr()
+        end = tensor.storage_offset() * tensor.itemsize + span_bytes
+        if address and end <= tensor.untyped_storage().nbytes():
+            return address
+    except RuntimeError:  # a wrapper: "Cannot access data pointer of Tensor that doesn't have storage"
+        raise DigestError(_no_bytes(tensor)) from None
+    if tensor._is_zerotensor():
+        return 0
+    raise DigestError(
+        f"the storage of a {dtype_name(tensor)} tensor of shape {list(tensor.shape)} is freed or too small; expected "
+        f"{end} bytes: record it while it is gathered"
+    )
+
+
+def _gather(tensor: torch.Tensor) -> Bytes:
+    """Copy a CPU tensor of any strides to row-major order."""
+    itemsize, shape = tensor.itemsize, tuple(tensor.shape)
+    strides = tuple(stride * itemsize for stride in tensor.stride())
+    span = itemsize + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    address = _address(tensor, span)
+    if address == 0:
+        return np.zeros(tensor.nbytes, np.uint8)
+    interface = {
+        "data": (address, True),
+        "shape": shape,
+        "strides": strides,
+        "typestr": _WORD[itemsize],
+        "version": 3,
+    }
+    return np.ascontiguousarray(np.asarray(_Window(tensor, interface))).reshape(-1).view(np.uint8)
+
+
+def _resolve(tensor: torch.Tensor, data: Bytes) -> Bytes:
+    """Return the bytes that a tensor with its conjugate or negative bit set stands for."""
+    dtype = tensor.dtype
+    word = f"<u{tensor.itemsize // 2 if dtype.is_complex else tensor.itemsize}"
+    words = data.copy().view(word)
+    sign = words.dtype.type(1 << (8 * words.itemsize - 1))
+    if tensor.is_neg():
+        if dtype.is_floating_point or dtype.is_complex:
+            words ^= sign
+        else:
+            np.negative(words, out=words)
+    if tensor.is_conj():
+        words[1::2] ^= sign
+    return words.view(np.uint8)
+
+
+def _chunks(tensor: torch.Tensor) -> Iterator[Bytes]:
+    """Yield a tensor's bytes in order, each piece but the last of HOST_CHUNK_BYTES."""
+    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), HOST_CHUNK_BYTES):
+        yield flat[start : start + HOST_CHUNK_BYTES].cpu().numpy()
+
+
+def _fetch(tensor: torch.Tensor) -> Bytes:
+    """Copy a tensor of another device to the host."""
+    if tensor.is_meta or _is_fake(tensor):
+        raise DigestError(_no_bytes(tensor))
+    with _unseen():
+        data = np.empty(tensor.nbytes, np.uint8)
+        start = 0
+        for chunk in _chunks(tensor):
+            data[start : start + chunk.size] = chunk
+            start += chunk.size
+        return data
+
+
+def digest_tensor(tensor: torch.Tensor) -> Digest:
+    """Return (digest, leaf digests) of one strided piece as it is at this moment, any device.
+
+    Raises DigestError as `tensor_bytes` does.
+    """
+    with _NO_FUNCTION():
+        shape = tensor.shape
+        if tensor.is_cpu or tensor.is_meta:
+            return digest_bytes(dtype_name(tensor), shape, tensor_bytes(tensor))
+        with _unseen():
+            leaves = b"".join(map(digest_leaves, _chunks(tensor)))
+            return digest_from_leaves(dtype_name(tensor), shape, tensor.nbytes, leaves), leaves
+
+
+# --- Python values
+
+_TEXT_LIMIT = 200
+_DEPTH_LIMIT = 64
+
+
+def python_value_parts(value: object) -> list[tuple[str, torch.Tensor | PlainValue]]:
+    """Return what a value that is no tensor consists of, each piece with the suffix of its name.
+
+    A number, None, a string, bytes, a numpy value, an Enum, a torch dtype or device, or a container
+    of these (tuple, list, dict, set, nested) is one piece, "", told apart by type and bits: 1, 1.0
+    and True differ, (1,) and [1] differ, a dict's order does not count. A container that holds tensors
+    somewhere is its own shape and keys, then its members as `.0`, `.key`, ...; the tensors in it
+    are to be taken apart by `tensor_parts`. Raises DigestError for any other type: its `repr` may
+    hold an address, so nothing exact can be said of it.
+    """
+    if not _holds_tensor(value, 0):
+        return [("", _plain(value))]
+    if isinstance(value, torch.Tensor):
+        return [("", value)]
+    if isinstance(value, dict):
+        members = [(_member_name(key), member) for key, member in value.items()]
+        own = _encode_many([_encode(key, 0) for key in value], is_ordered=False)
+        outline = PlainValue("python.dict", (len(value),), own, f"{len(value)} keys")
+    else:
+        assert isinstance(value, (list, tuple))
+        members = [(str(index), member) for index, member in enumerate(value)]
+        outline = PlainValue(_container_name(value), (len(value),), b"", f"{len(value)} members")
+    parts: list[tuple[str, torch.Tensor | PlainValue]] = [("", outline)]
+    for name, member in members:
+        parts.extend((f".{name}{suffix}", part) for suffix, part in python_value_parts(member))
+    return parts
+
+
+def digest_value(value: PlainValue) -> Digest:
+    """Return (digest, leaf digests) of a Python value."""
+    return digest_bytes(value.dtype, value.shape, np.frombuffer(value.data, np.uint8))
+
+
+def _member_name(key: object) -> str:
+    return key if isinstance(key, str) else repr(key)
+
+
+def _holds_tensor(value: object, depth: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth > _DEPTH_LIMIT:
+        raise DigestError(f"a value is nested deeper than {_DEPTH_LIMIT} containers, or holds itself; flatten it")
+    if isinstance(value, dict):
+        return any(_holds_tensor(member, depth + 1) for member in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_holds_tensor(member, depth + 1) for member in value)
+    return False
+
+
+def _plain(value: object) -> PlainValue:
+    dtype, shape, data = _encode(value, 0)
+    text = repr(value)
+    return PlainValue(dtype, shape, data, text if len(text) <= _TEXT_LIMIT else text[: _TEXT_LIMIT - 3] + "...")
+
+
+Encoded = tuple[str, tuple[int, ...], bytes]
+
+
+def _encode(value: object, depth: int) -> Encoded:
+    """Return (dtype, shape, bytes): equal exactly where type and bits are."""
+    if depth > _DEPTH_LIMIT:
+        raise DigestError(f"a value is nested deeper than {_DEPTH_LIMIT} containers; flatten it")
+    if value is None:
+        return "python.none", (), b""
+    if isinstance(value, Enum):
+        name = f"{type(value).__qualname__}.{value.name}"
+        return "python.enum", (), name.encode()
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.hasobject:
+            raise DigestError("a numpy array of Python objects has no exact bytes; expected a numeric dtype")
+        little = value.dtype.newbyteorder("<")
+        return f"numpy.{value.dtype.name}", value.shape, np.asarray(value).astype(little, copy=False).tobytes()
+    encoder = _SCALARS.get(type(value))
+    if encoder is not None:
+        name, encode = encoder
+        return name, (), encode(value)
+    if isinstance(value, dict):
+        pairs = [_encode_many([_encode(key, depth + 1), _encode(member, depth + 1)]) for key, member in value.items()]
+        return "python.dict", (len(value),), _join(sorted(pairs))
+    if isinstance(value, (set, frozenset)):
+        name = f"python.{'set' if isinstance(value, set) else 'frozenset'}"
+        return name, (len(value),), _encode_many([_encode(member, depth + 1) for member in value], is_ordered=False)
+    if isinstance(value, (list, tuple)):
+        members = [_encode(member, depth + 1) for member in value]
+        return _container_name(value), (len(value),), _encode_many(members)
+    raise DigestError(
+        f"a value of type {type(value).__module__}.{type(value).__qualname__} has no exact bytes; expected numbers, "
+        "strings, tensors, arrays or containers of them: hand over its state_dict() instead"
+    )
+
+
+def _container_name(value: list[Any] | tuple[Any, ...]) -> str:
+    return "python.list" if isinstance(value, list) else "python.tuple"
+
+
+def _encode_many(members: list[Encoded], is_ordered: bool = True) -> bytes:
+    """Return members as bytes that no other sequence of members gives."""
+    encoded = [_join([dtype.encode(), ",".join(map(str, shape)).encode(), data]) for dtype, shape, data in members]
+    return _join(encoded if is_ordered else sorted(encoded))
+
+
+def _join(pieces: list[bytes]) -> bytes:
+    return b"".join(struct.pack("<Q", len(piece)) + piece for piece in pieces)
+
+
+def _encode_int(value: int) -> bytes:
+    """Two's complement, little endian, no longer than needed: -1, 0 and 1 are one byte each."""
+    return value.to_bytes(math.floor(value.bit_length() / 8) + 1, "little", signed=True)
+
+
+_SCALARS: dict[type, tuple[str, Callable[[Any], bytes]]] = {
+    bool: ("python.bool", lambda value: bytes([value])),
+    int: ("python.int", _encode_int),
+    float: ("python.float", lambda value: struct.pack("<d", value)),
+    complex: ("python.complex", lambda value: struct.pack("<dd", value.real, value.imag)),
+    str: ("python.str", lambda value: value.encode("utf-8", "surrogatepass")),
+    bytes: ("python.bytes", bytes),
+    bytearray: ("python.bytes", bytes),
+    torch.dtype: ("torch.dtype", lambda value: str(value).encode()),
+    torch.device: ("torch.device", lambda value: str(value).encode()),
+    torch.layout: ("torch.layout", lambda value: str(value).encode()),
+}
