@@ -46,7 +46,11 @@ HOST_CHUNK_BYTES = 1024 * LEAF_BYTES
 """Another device's memory is brought to the host in pieces of this size."""
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-_WORD = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "|V16"}
+_WORD = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "|V16"}
+"""How numpy moves an element of so many bytes."""
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_TILED_BYTES = 128 * 1024
+"""From here on PyTorch's copy, which goes by tiles, is faster than numpy's (7x for a 64 MiB transpose)."""
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
     torch.sparse_bsr: ("crow_indices", "col_indices"),
@@ -262,7 +266,17 @@ def _gather(tensor: torch.Tensor) -> Bytes:
         "typestr": _WORD[itemsize],
         "version": 3,
     }
-    return np.ascontiguousarray(np.asarray(_Window(tensor, interface))).reshape(-1).view(np.uint8)
+    if (
+        tensor.nbytes >= _TILED_BYTES
+        and itemsize in _INTEGER
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    ):
+        data = np.empty(shape, _WORD[itemsize])
+        with _unseen():  # as integers: their copy moves bits, whatever a dtype's own copy would do
+            torch.from_numpy(data).copy_(tensor.view(_INTEGER[itemsize]))
+    else:
+        data = np.ascontiguousarray(np.asarray(_Window(tensor, interface)))
+    return data.reshape(-1).view(np.uint8)
 
 
 def _resolve(tensor: torch.Tensor, data: Bytes) -> Bytes:
