@@ -28,7 +28,8 @@ This module knows bytes, not torch. Its place in the flow: tensor -> *digest* ->
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -41,7 +42,7 @@ PAD_BYTES = 1024
 """The last leaf is padded with zeros to a multiple of this."""
 DIGEST_BYTES = 16
 
-xxh3_128 = xxhash.xxh3_128_digest
+xxh3_128: Callable[[Any], bytes] = xxhash.xxh3_128_digest
 """XXH3-128, seed 0, as 16 canonical (big-endian) bytes."""
 
 
