@@ -1,0 +1,400 @@
+"""A run's folder: run.json beside one file a rank.
+
+    runs/a/
+        run.json          what was run, where, and how it ended; changes to it show (bitcheck.document)
+        rank-00000.h5     the steps of rank 0 (bitcheck.store)
+        rank-00000.seal   the hash of that file, once it is finished (bitcheck.store.seal)
+        rank-00001.h5
+        ...
+
+run.json:
+
+    {
+      "bitcheck_version": "0.1.0",
+      "checksum": "1f0e...",                    XXH3-128 of all the rest
+      "command": ["python", "train.py"],
+      "cwd": "/home/me/job",
+      "digest_version": 1,
+      "ended": "2026-01-31T12:34:56Z",          null while it runs
+      "environment": {"torch": "2.13.0", ...},
+      "every": 1,
+      "exit_status": 0,
+      "leaves": 1048576,                        or "all", "none": tensors up to this size keep their leaves
+      "level": "module",
+      "recorder": "run",                        or "record", the context manager
+      "run_id": "0c3f...",
+      "schema": "bitcheck.run/1",
+      "start_step": 0,
+      "started": "2026-01-31T12:00:00Z",
+      "status": "complete",                     or "recording", "failed"
+      "steps": null,                            or "A:B"
+      "world_size": 2,
+      "writer": {"host": "node-17", "pid": 4242, "pid_started": 183482}
+    }
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from bitcheck import __version__
+from bitcheck.digest import DIGEST_VERSION
+from bitcheck.document import MAX_BYTES, ChangedDocument, DocumentError, decode_document, encode_document
+from bitcheck.errors import BrokenRun, FutureRun, NotARun, RecordingError
+from bitcheck.events import Level
+from bitcheck.process import is_gone, this_process
+from bitcheck.store import RankReader
+
+SCHEMA_PREFIX = "bitcheck.run/"
+SCHEMA = SCHEMA_PREFIX + "1"
+RUN_FILE = "run.json"
+MAX_WORLD_SIZE = 1_000_000
+
+_RANK_FILE = re.compile(r"rank-(\d{5,})\.h5")
+_OWN_FILE = re.compile(
+    r"run\.json | rank-\d{5,}\.(h5|seal) | \.(run\.json|rank-\d{5,}\.(h5|seal))\.\d+\.tmp", re.VERBOSE
+)
+
+
+def rank_path(folder: Path, rank: int) -> Path:
+    """Return where the file of `rank` is."""
+    return Path(folder) / f"rank-{rank:05d}.h5"
+
+
+def utc_now() -> str:
+    """Return the time as run.json writes it, ISO 8601, UTC, whole seconds."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def create_run(folder: Path, info: dict[str, Any], overwrite: bool) -> None:
+    """Make a run's folder with its run.json; keys that `info` leaves out get their plain defaults.
+
+    `info` must hold `level` and `world_size`. Raises RecordingError where the folder holds a run and
+    `overwrite` is False, where it holds files that are not a run's, where a recording is going on in
+    it, or where it cannot be written. With `overwrite` only a run's own files are removed.
+    """
+    folder = Path(folder)
+    document = {
+        "schema": SCHEMA,
+        "digest_version": DIGEST_VERSION,
+        "bitcheck_version": __version__,
+        "run_id": uuid.uuid4().hex,
+        "command": list(sys.argv),
+        "cwd": os.getcwd(),
+        "start_step": 0,
+        "leaves": 1024 * 1024,
+        "steps": None,
+        "every": 1,
+        "started": utc_now(),
+        "ended": None,
+        "status": "recording",
+        "exit_status": None,
+        "writer": this_process(),
+        "environment": {},
+        "recorder": "record",
+        **info,
+    }
+    problem = _find_problem(document)
+    if problem:
+        raise RecordingError(f"{folder / RUN_FILE} cannot be written: it {problem}.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _clear(folder, overwrite)
+        building = _building_path(folder)
+        building.write_bytes(encode_document(document))
+        try:
+            os.link(building, folder / RUN_FILE)  # fails where another recording was faster
+        finally:
+            building.unlink()
+    except FileExistsError:
+        raise RecordingError(_in_use(folder)) from None
+    except NotADirectoryError:
+        raise RecordingError(f"{folder} is a file; expected a folder for the run.\nChoose another --output.") from None
+    except OSError as error:
+        raise RecordingError(
+            f"{folder} cannot be written: {error.strerror}.\nChoose another --output, or free some space."
+        ) from None
+
+
+def update_run(folder: Path, **changes: Any) -> None:
+    """Change keys of a run.json, atomically: a reader sees the old or the new one.
+
+    Raises RecordingError where it cannot be written, RunError where it cannot be read.
+    """
+    folder = Path(folder)
+    with _locked(folder):
+        document = _read_document(folder) | changes
+        problem = _find_problem(document)
+        if problem:
+            raise RecordingError(f"{folder / RUN_FILE} cannot be written: it {problem}.")
+        building = _building_path(folder)
+        try:
+            building.write_bytes(encode_document(document))
+            os.replace(building, folder / RUN_FILE)
+        except OSError as error:
+            building.unlink(missing_ok=True)
+            raise RecordingError(
+                f"{folder / RUN_FILE} cannot be written: {error.strerror}.\nFree some space, and record again."
+            ) from None
+
+
+def open_run(path: Path, *, allow_missing_ranks: bool = False) -> Run:
+    """Open a recorded run for reading; its rank files are opened when they are asked for.
+
+    Raises NotARun where there is none, FutureRun where a later bitcheck wrote it, BrokenRun where
+    run.json was cut or edited, or where a rank's file is missing (unless `allow_missing_ranks`).
+    """
+    run = Run(Path(path))
+    missing = run.missing_ranks
+    if missing and not allow_missing_ranks:
+        names = ", ".join(rank_path(run.path, rank).name for rank in missing[:3])
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise BrokenRun(
+            f"{run.path}: {names}{more} missing; the run has {run.world_size} ranks.\n"
+            "Copy the files of all its ranks into one folder, or record the run again."
+        )
+    return run
+
+
+class Run:
+    """A recorded run, read only.
+
+    path, info       its folder; run.json as it is
+    run_id, level, world_size, environment    from run.json
+    ranks            ranks that have a file, ascending; missing_ranks: those that have none
+    rank(r)          the RankReader of one rank, opened at the first call
+    status           "recording", "complete", "failed", or "killed" where the writer is gone
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.info = _read_document(path)
+        self.run_id: str = self.info["run_id"]
+        self.level = Level(self.info["level"])
+        self.world_size: int = self.info["world_size"]
+        self.environment: dict[str, str] = self.info["environment"]
+        try:
+            names = os.listdir(path)
+        except OSError as error:
+            raise NotARun(f"{path} cannot be read: {error.strerror}.\nCheck its permissions.") from None
+        found = {int(match[1]) for match in map(_RANK_FILE.fullmatch, names) if match}
+        self.ranks = sorted(rank for rank in found if rank < self.world_size)
+        self.missing_ranks = [rank for rank in range(self.world_size) if rank not in found]
+        self._readers: dict[int, RankReader] = {}
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all rank files."""
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+    def rank(self, rank: int) -> RankReader:
+        """Return the reader of one rank; it stays open until `close` or `close_rank`.
+
+        Raises RunError where the file cannot be read or belongs to another run.
+        """
+        reader = self._readers.get(rank)
+        if reader is None:
+            reader = RankReader(rank_path(self.path, rank))
+            if (reader.run_id, reader.rank, reader.world_size, reader.level) != (
+                self.run_id,
+                rank,
+                self.world_size,
+                self.level,
+            ):
+                reader.close()
+                raise BrokenRun(
+                    f"{reader.path} is rank {reader.rank} of run {reader.run_id}; expected rank {rank} of run "
+                    f"{self.run_id}.\nPut the run's own file back."
+                )
+            self._readers[rank] = reader
+        return reader
+
+    def close_rank(self, rank: int) -> None:
+        """Close the file of one rank, so that a run of thousands does not hold all of them open."""
+        reader = self._readers.pop(rank, None)
+        if reader is not None:
+            reader.close()
+
+    @property
+    def status(self) -> str:
+        """The run's status, from run.json and from every rank's file.
+
+        `failed` where run.json or a rank says so; else `killed` where a writer is gone that had not
+        finished; else `recording` where anything is still being written; else `complete`.
+        """
+        found = {self.info["status"]}
+        if self.info["status"] == "recording" and is_gone(self.info["writer"]):
+            found = {"killed"}
+        for rank in self.ranks:
+            was_open = rank in self._readers
+            found.add(self.rank(rank).status)
+            if not was_open:
+                self.close_rank(rank)
+        if self.missing_ranks and "recording" not in found:
+            found.add("killed")
+        return next(status for status in ("failed", "killed", "recording", "complete") if status in found)
+
+
+def _read_document(folder: Path) -> dict[str, Any]:
+    """Return a valid run.json. Raises NotARun, FutureRun, BrokenRun."""
+    path = folder / RUN_FILE
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        what = "holds no run.json" if folder.is_dir() else "does not exist"
+        raise NotARun(
+            f"{folder} {what}; expected the folder of a recorded run.\nRecord one: bitcheck run -o {folder} -- CMD"
+        ) from None
+    except NotADirectoryError:
+        raise NotARun(f"{folder} is a file; expected the folder of a recorded run.\nName the folder itself.") from None
+    except OSError as error:
+        raise NotARun(f"{path} cannot be read: {error.strerror}.\nCheck its permissions.") from None
+    try:
+        document = decode_document(text)
+    except ChangedDocument as error:
+        _check_schema(path, error.schema)
+        raise BrokenRun(
+            f"{path} {error}: it was edited or damaged.\nRestore it from a copy, or record the run again."
+        ) from None
+    except DocumentError as error:
+        raise BrokenRun(
+            f"{path} {error}; expected what bitcheck wrote.\nRestore it from a copy, or record the run again."
+        ) from None
+    _check_schema(path, document["schema"])
+    if document.get("digest_version") != DIGEST_VERSION:
+        raise FutureRun(
+            f"{path} says digest version {document.get('digest_version')!r}; this bitcheck reads {DIGEST_VERSION}.\n"
+            "Update bitcheck to read it."
+        )
+    problem = _find_problem(document)
+    if problem:
+        raise BrokenRun(f"{path} {problem}.\nRestore it from a copy, or record the run again.")
+    return document
+
+
+def _check_schema(path: Path, schema: str) -> None:
+    if schema == SCHEMA:
+        return
+    if schema.startswith(SCHEMA_PREFIX):
+        raise FutureRun(f"{path} has schema {schema!r}; this bitcheck reads {SCHEMA}.\nUpdate bitcheck to read it.")
+    raise NotARun(f"{path} has schema {schema[:40]!r}; expected {SCHEMA}.\nName the folder of a recorded run.")
+
+
+def _find_problem(document: dict[str, Any]) -> str | None:
+    """Return what is wrong with the content of a run.json, to follow its name in a sentence."""
+    for key, kind in _KEY_TYPES.items():
+        if key not in document:
+            return f"has no {key}"
+        if not isinstance(document[key], kind) or (kind is int and isinstance(document[key], bool)):
+            return f"has an unusable {key}: {str(document[key])[:60]!r}"
+    if document["level"] not in set(Level):
+        return f"has an unknown level: {document['level'][:60]!r}"
+    if not 0 < document["world_size"] <= MAX_WORLD_SIZE:
+        return f"has an impossible world_size: {document['world_size']}"
+    if document["status"] not in ("recording", "complete", "failed"):
+        return f"has an unknown status: {document['status'][:60]!r}"
+    environment = document["environment"]
+    if not all(isinstance(value, str) for value in environment.values()):
+        return "has an environment that is not text"
+    return None
+
+
+_KEY_TYPES: dict[str, Any] = {
+    "schema": str,
+    "digest_version": int,
+    "bitcheck_version": str,
+    "run_id": str,
+    "command": list,
+    "cwd": str,
+    "level": str,
+    "world_size": int,
+    "start_step": int | None,
+    "leaves": int | str,
+    "steps": str | None,
+    "every": int,
+    "started": str,
+    "ended": str | None,
+    "status": str,
+    "exit_status": int | None,
+    "writer": dict,
+    "environment": dict,
+    "recorder": str,
+}
+
+
+def _clear(folder: Path, overwrite: bool) -> None:
+    """Make `folder` ready for a new run. Raises RecordingError where it must not be touched."""
+    names = sorted(os.listdir(folder))
+    foreign = [name for name in names if not _OWN_FILE.fullmatch(name)]
+    if foreign:
+        raise RecordingError(
+            f"{folder} holds {foreign[0]}, which is not a run's; expected an empty folder.\nChoose another --output."
+        )
+    if not names:
+        return
+    if not overwrite:
+        raise RecordingError(_in_use(folder))
+    try:
+        with open_run(folder, allow_missing_ranks=True) as run:
+            writer = run.info["writer"]
+            is_mine = writer.get("pid") == os.getpid()
+            if run.info["status"] == "recording" and not is_gone(writer) and not is_mine:
+                raise RecordingError(
+                    f"{folder} is being recorded by process {writer.get('pid')} on {writer.get('host')}.\n"
+                    "Wait until it has ended, or choose another --output."
+                )
+    except NotARun:
+        raise RecordingError(
+            f"{folder} holds {names[0]} but no run.json of bitcheck; expected a run to replace.\n"
+            "Choose another --output."
+        ) from None
+    except (BrokenRun, FutureRun):
+        pass  # damaged or from a later version, and still a run: it may be replaced
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _in_use(folder: Path) -> str:
+    return (
+        f"{folder} holds a run already; expected an empty or a new folder.\n"
+        "Choose another --output, or give --overwrite to replace the run."
+    )
+
+
+def _building_path(folder: Path) -> Path:
+    return folder / f".{RUN_FILE}.{os.getpid()}.tmp"
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder while run.json is read, changed and replaced: a launcher and a rank may both do it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise RecordingError(
+            f"{folder} cannot be written: {error.strerror}.\nLeave a run's folder alone until its program has ended."
+        ) from None
+    try:
+        # On a file system without locks two changes at once are improbable, not impossible.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,216 @@
+"""What steps have in common, held once: their layout (which sites, made by what, from what) and their
+meta (each event's dtype, shape and size); and the roots and the chain over a step's digests.
+
+A layout is a step without its digests. Its `hash` is over its content, not over row numbers of a
+file, so that two ranks or runs whose steps have equal layout hashes line up event by event.
+
+    key digest   XXH3-128 of the site's key, 16 bytes
+    phase root   XXH3-128 of (key digest + event digest), 32 bytes an event, the events of the phase
+                 in the order of their keys: registration order does not matter
+    root         XXH3-128 of the 13 phase roots in the order of PHASES
+    state root   XXH3-128 of the roots of STATE_PHASES
+    chain        XXH3-128 of the previous row's chain (CHAIN_SEED for the first), the step number
+                 (int64), the kind (uint32), root, layout hash, meta hash, contents
+    contents     XXH3-128 of the XXH3-128s of the leaf digests kept, of the JSON list of the values, of
+                 the JSON of the notes
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from xxhash import xxh3_128_digest
+
+from bitcheck.digest import num_leaves
+from bitcheck.events import PHASES, STATE_PHASES, Group, Site
+
+CHAIN_SEED = xxh3_128_digest(b"bitcheck.rank/1")
+"""What the first row's chain covers in place of a previous chain: the same for every rank and run."""
+
+_PHASE_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
+_STATE_NUMBERS = [_PHASE_NUMBER[phase] for phase in STATE_PHASES]
+
+NO_NOTES = "[{},[]]"
+"""Notes of a step that has none."""
+
+
+class LayoutError(ValueError):
+    """Events, groups and inputs that make no step: an index out of range, a site twice."""
+
+
+class Roots(NamedTuple):
+    """The roots of one step."""
+
+    phase_roots: bytes
+    """[13, 16] bytes, in the order of PHASES."""
+    root: bytes
+    state_root: bytes
+
+
+class Layout:
+    """The sites of a step, the computations that made them, and what each was computed from.
+
+    sites       n sites in happens-before order
+    groups      the computations
+    group_of    int32 [n], index in groups, -1 for observed state
+    input_ptr   int64 [n + 1], inputs int32 [m]: event i was computed from the events
+                inputs[input_ptr[i] : input_ptr[i + 1]], all of them before i
+    phases      uint8 [n], index in PHASES
+    keys        the sites' canonical text; key_digests uint8 [n, 16]
+    order       int64 [n], events by phase, then by key; order[phase_ptr[p] : phase_ptr[p + 1]] are phase p's
+    hash        16 bytes over all of the above
+
+    Raises LayoutError where an index is out of range, an input does not come before its event, a
+    group not after its parent, or two events share a site.
+    """
+
+    __slots__ = (
+        "_pairs", "group_of", "groups", "hash", "input_ptr", "inputs", "key_digests", "keys", "order", "phase_ptr",
+        "phases", "sites",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        groups: Sequence[Group],
+        group_of: np.ndarray,
+        input_ptr: np.ndarray,
+        inputs: np.ndarray,
+    ) -> None:
+        n = len(sites)
+        self.sites, self.groups = list(sites), list(groups)
+        self.group_of, self.input_ptr, self.inputs = group_of, input_ptr, inputs
+        if n and not (group_of.min() >= -1 and group_of.max() < len(groups)):
+            raise LayoutError("an event's group is out of range")
+        if inputs.size and not (
+            inputs.min() >= 0 and (inputs < np.repeat(np.arange(n, dtype=np.int64), np.diff(input_ptr))).all()
+        ):
+            raise LayoutError("an event's input does not come before it")
+        if any(not -1 <= group.parent < number for number, group in enumerate(groups)):
+            raise LayoutError("a group does not come after its parent")
+        self.keys = [site.key for site in sites]
+        if len(set(self.keys)) != n:
+            twice = next(key for key in self.keys if self.keys.count(key) > 1)
+            raise LayoutError(f"two events are named {twice}")
+        self.phases = np.array([_PHASE_NUMBER[site.phase] for site in sites], np.uint8)
+        digests = b"".join([xxh3_128_digest(_utf8(key)) for key in self.keys])
+        self.key_digests = np.frombuffer(digests, np.uint8).reshape(n, 16)
+        numbers, keys = self.phases.tolist(), self.keys
+        self.order = np.array(sorted(range(n), key=lambda i: (numbers[i], keys[i])), np.int64)
+        self.phase_ptr = np.searchsorted(self.phases[self.order], np.arange(len(PHASES) + 1)).tolist()
+        self.hash = xxh3_128_digest(
+            struct.pack("<4sQQQ", b"lay1", n, len(groups), len(inputs))
+            + digests
+            + group_of.astype("<i4").tobytes()
+            + input_ptr.astype("<i8").tobytes()
+            + inputs.astype("<i4").tobytes()
+            + json.dumps(self.groups).encode("ascii")
+        )
+        self._pairs = np.empty((n, 32), np.uint8)
+        self._pairs[:, :16] = self.key_digests[self.order]
+
+    def compute_roots(self, digests: np.ndarray) -> Roots:
+        """Return the roots of a step with this layout; `digests` uint8 [n, 16], in event order."""
+        pairs = self._pairs.copy()
+        pairs[:, 16:] = digests[self.order]
+        ptr = self.phase_ptr
+        roots = [xxh3_128_digest(pairs[start:end].data) for start, end in itertools.pairwise(ptr)]
+        phase_roots = b"".join(roots)
+        state_root = xxh3_128_digest(b"".join([roots[number] for number in _STATE_NUMBERS]))
+        return Roots(phase_roots, xxh3_128_digest(phase_roots), state_root)
+
+    def inputs_of(self, event: int) -> np.ndarray:
+        """Return the indices of the events that `event` was computed from, int32."""
+        return self.inputs[self.input_ptr[event] : self.input_ptr[event + 1]]
+
+
+class TensorKind(NamedTuple):
+    """What a meta holds of one event."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    num_leaves: int
+    """Leaf digests kept: all of the tensor's, or 0."""
+    has_value: bool
+
+
+class Meta:
+    """Each event's dtype, shape and size, apart from the layout: a batch size changes them, not the sites.
+
+    dtypes, shapes   lists of n
+    num_bytes        int64 [n]
+    leaf_ptr         int64 [n + 1]: event i's leaves are [leaf_ptr[i], leaf_ptr[i + 1]) of the step's
+    value_of         event index -> position among the step's values
+    hash             16 bytes over all of it
+    """
+
+    __slots__ = ("dtypes", "hash", "leaf_ptr", "num_bytes", "shapes", "total_bytes", "value_of")
+
+    def __init__(self, tensors: Sequence[TensorKind]) -> None:
+        self.dtypes = [tensor.dtype for tensor in tensors]
+        self.shapes = [tensor.shape for tensor in tensors]
+        sizes = [tensor.num_bytes for tensor in tensors]
+        self.total_bytes = sum(sizes)
+        if self.total_bytes >= 2**63 or any(size < 0 for size in sizes):
+            raise LayoutError("a tensor's size is out of range")
+        if any(tensor.num_leaves not in (0, num_leaves(tensor.num_bytes)) for tensor in tensors):
+            raise LayoutError("a tensor has some of its leaf digests, not all or none")
+        self.num_bytes = np.array(sizes, np.int64)
+        self.leaf_ptr = np.zeros(len(tensors) + 1, np.int64)
+        np.cumsum([tensor.num_leaves for tensor in tensors], out=self.leaf_ptr[1:])
+        self.value_of = {
+            event: position
+            for position, event in enumerate(event for event, tensor in enumerate(tensors) if tensor.has_value)
+        }
+        digests: dict[TensorKind, bytes] = {tensor: _tensor_digest(tensor) for tensor in set(tensors)}
+        self.hash = xxh3_128_digest(b"meta1" + b"".join([digests[tensor] for tensor in tensors]))
+
+
+def hash_contents(leaves: Any, values: list[str], notes: str) -> bytes:
+    """Return `contents` of a step: what its chain covers beside roots, layout and meta, 16 bytes."""
+    return xxh3_128_digest(
+        xxh3_128_digest(leaves)
+        + xxh3_128_digest(json.dumps(values).encode("ascii"))
+        + xxh3_128_digest(notes.encode("ascii"))
+    )
+
+
+def link_chain(
+    previous: bytes, step: int, kind: int, root: bytes, layout_hash: bytes, meta_hash: bytes, contents: bytes
+) -> bytes:
+    """Return a row's chain, 16 bytes."""
+    return xxh3_128_digest(previous + struct.pack("<qI", step, kind) + root + layout_hash + meta_hash + contents)
+
+
+def encode_notes(unobserved: dict[str, int], remarks: Sequence[str]) -> str:
+    """Return a step's notes as ASCII JSON: [unobserved, remarks]."""
+    if not unobserved and not remarks:
+        return NO_NOTES
+    return json.dumps([unobserved, list(remarks)], sort_keys=True, separators=(",", ":"))
+
+
+def decode_notes(text: str) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Return (unobserved, remarks). Raises ValueError where `text` is not what `encode_notes` writes."""
+    notes = json.loads(text)
+    if not (isinstance(notes, list) and len(notes) == 2 and isinstance(notes[0], dict) and isinstance(notes[1], list)):
+        raise ValueError("notes are not a pair")
+    unobserved, remarks = notes
+    if not all(isinstance(count, int) for count in unobserved.values()) or not all(
+        isinstance(remark, str) for remark in remarks
+    ):
+        raise ValueError("notes are not sentences")
+    return unobserved, tuple(remarks)
+
+
+def _tensor_digest(tensor: TensorKind) -> bytes:
+    return xxh3_128_digest(json.dumps(tensor).encode("ascii"))
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")

@@ -1,0 +1,421 @@
+"""Append the steps of one rank to its file, each on disk before `append` returns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import numpy as np
+from h5py import h5d, h5s
+
+from bitcheck.digest import DIGEST_BYTES, DIGEST_VERSION
+from bitcheck.document import encode_document
+from bitcheck.errors import RecordingError
+from bitcheck.events import PHASES, Event, Group, Level, Site, StepRecord
+from bitcheck.process import this_process
+from bitcheck.store.format import (
+    DATASETS,
+    NATIVE,
+    SCHEMA,
+    STATUSES,
+    STEP_ROW,
+    create_dataset,
+    row_check,
+)
+from bitcheck.store.layout import (
+    CHAIN_SEED,
+    Layout,
+    LayoutError,
+    Meta,
+    TensorKind,
+    encode_notes,
+    hash_contents,
+    link_chain,
+)
+from bitcheck.store.seal import write_seal
+
+_PHASE_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
+_KNOWN_LAYOUTS = 8
+"""How many layouts a writer keeps to compare a step with; older ones are found by their hash."""
+_KNOWN_VALUES = 65_536
+"""Distinct strings remembered for interning; beyond it they are forgotten and may be stored again."""
+
+
+class RankWriter:
+    """Writes one rank's file: `append` each step, then `close`.
+
+    The file appears under its name only when it is whole and readable, and never replaces another:
+    FileExistsError becomes RecordingError. `leaf_limit_bytes`: leaf digests are kept of tensors up
+    to this size, None for all, 0 for none.
+
+    Not for use from two threads at once. Raises RecordingError where the file cannot be made.
+    """
+
+    def __init__(
+        self, path: Path, *, rank: int, world_size: int, level: Level, run_id: str, leaf_limit_bytes: int | None
+    ) -> None:
+        self.path = Path(path)
+        self._leaf_limit_bytes = leaf_limit_bytes
+        header = {
+            "schema": SCHEMA,
+            "digest_version": DIGEST_VERSION,
+            "run_id": run_id,
+            "rank": rank,
+            "world_size": world_size,
+            "level": str(level),
+            "leaf_limit_bytes": leaf_limit_bytes,
+            "writer": this_process(),
+        }
+        self._file = self._create(header)
+        self._status = self._file["status"].id
+        self._columns = {name: _Column(self._file[name].id, name) for name in DATASETS}
+        # HDF5 goes on writing into a file that was removed or replaced: each append looks whether
+        # the path still leads to this one.
+        found = os.stat(self.path)
+        self._identity = (found.st_dev, found.st_ino)
+        self._chain = CHAIN_SEED
+        self._failure: str | None = None
+        self._strings = _Interned(self._write_string)
+        self._sites = _Interned(self._write_site)
+        self._groups = _Interned(self._write_group)
+        self._tensors = _Interned(self._write_tensor)
+        self._layout_ids: dict[bytes, int] = {}
+        self._meta_ids: dict[bytes, int] = {}
+        self._layouts: list[_KnownLayout] = []
+        self._metas: list[_KnownMeta] = []
+        self._last_values: tuple[list[str], int] = ([], 0)
+
+    @property
+    def num_rows(self) -> int:
+        """Steps written so far."""
+        return self._columns["steps"].num_rows
+
+    def append(self, record: StepRecord) -> None:
+        """Write one step and flush it: when this returns, no death of the process loses it.
+
+        Raises RecordingError where it cannot be written (disk full, folder removed, a record that
+        makes no sense); what was appended before stays readable.
+        """
+        if self._failure is not None:
+            raise RecordingError(self._failure)
+        self._check_file()
+        try:
+            self._append(record)
+        except LayoutError as error:
+            raise RecordingError(
+                f"{self.path}: step {record.step} cannot be written: {error}.\n"
+                "This is a mistake in what recorded the step, not in the disk: please report it."
+            ) from None
+        except (OSError, RuntimeError, ValueError) as error:
+            raise self._fail(record.step, error) from None
+
+    def _append(self, record: StepRecord) -> None:
+        events, columns = record.events, self._columns
+        joined = b"".join([event.digest for event in events])
+        if len(joined) != len(events) * DIGEST_BYTES:
+            raise LayoutError("a digest is not 16 bytes long")
+        digests = np.frombuffer(joined, np.uint8).reshape(-1, DIGEST_BYTES)
+        leaves = self._kept_leaves(events)
+        layout_number, layout = self._find_layout(events, record.groups)[:2]
+        meta_number, meta = self._find_meta(events, leaves)[:2]
+        leaf_bytes = b"".join(leaves)
+        values = [events[event].value or "" for event in meta.value_of]
+        notes = encode_notes(record.unobserved, record.remarks)
+
+        roots = layout.compute_roots(digests)
+        contents = hash_contents(leaf_bytes, values, notes)
+        chain = link_chain(self._chain, record.step, record.kind, roots.root, layout.hash, meta.hash, contents)
+        row = np.zeros(1, STEP_ROW)
+        row["step"], row["kind"] = record.step, record.kind
+        row["num_events"], row["num_bytes"] = len(events), meta.total_bytes
+        row["layout"], row["meta"] = layout_number, meta_number
+        row["phase_roots"] = np.frombuffer(roots.phase_roots, np.uint8).reshape(-1, DIGEST_BYTES)
+        row["root"] = np.frombuffer(roots.root, np.uint8)
+        row["state_root"] = np.frombuffer(roots.state_root, np.uint8)
+        row["contents"] = np.frombuffer(contents, np.uint8)
+        row["chain"] = np.frombuffer(chain, np.uint8)
+
+        row["first_value"], row["num_values"] = self._write_values(values), len(values)
+        row["notes"] = self._strings[notes]
+        row["first_event"] = columns["digests"].append(digests)
+        row["num_leaves"] = len(leaf_bytes) // DIGEST_BYTES
+        row["first_leaf"] = columns["leaves"].append(np.frombuffer(leaf_bytes, np.uint8).reshape(-1, DIGEST_BYTES))
+        # Everything that the row refers to is on disk before the row is: who reads while this is
+        # written, or after a SIGKILL between the two, never finds a row whose digests are missing.
+        for column in columns.values():
+            column.flush()
+        row["file_bytes"] = self._check_file()
+        row["check"] = row_check(row)
+        columns["steps"].append(row)
+        columns["steps"].flush()
+        self._chain = chain
+
+    def close(self, status: str) -> None:
+        """End the file as "complete" or "failed" and seal it. A second call does nothing.
+
+        Raises RecordingError where that cannot be written.
+        """
+        if not self._file:
+            return
+        if self._failure is not None:
+            self._file.close()
+            return
+        self._check_file()
+        try:
+            self._set_status(status)
+            self._file.close()
+            write_seal(self.path, num_rows=self.num_rows, chain=self._chain, status=status)
+        except (OSError, RuntimeError) as error:
+            raise self._fail(None, error) from None
+
+    def _create(self, header: dict[str, Any]) -> h5py.File:
+        """Make the file under another name, start single-writer mode, and then give it its name."""
+        building = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        try:
+            # The file format of HDF5 1.10, the first with single-writer mode: whatever version writes it,
+            # all later ones read it.
+            file = h5py.File(building, "w", libver=("v110", "v110"), locking=False)
+            file.attrs["schema"] = np.bytes_(SCHEMA)
+            file.attrs["header"] = np.bytes_(encode_document(header))
+            file.create_dataset("status", data=np.zeros(1, np.uint8))
+            for name in DATASETS:
+                create_dataset(file, name)
+            file.swmr_mode = True
+            file.flush()
+            os.link(building, self.path)
+            os.unlink(building)
+        except FileExistsError:
+            file.close()
+            building.unlink(missing_ok=True)
+            raise RecordingError(
+                f"{self.path} exists: another recording writes or wrote it.\n"
+                "Record into another folder, or give --overwrite to replace the run."
+            ) from None
+        except OSError as error:
+            building.unlink(missing_ok=True)
+            raise RecordingError(
+                f"{self.path} cannot be created: {error.strerror or error}.\n"
+                "Check that the folder exists and has space."
+            ) from None
+        return file
+
+    def _check_file(self) -> int:
+        """Return the file's size. Raises RecordingError where it is no longer at its path."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != self._identity:
+            self._failure = (
+                f"{self.path} was removed or replaced while it was being recorded; its steps are lost.\n"
+                "Leave a run's folder alone until its program has ended, and record again."
+            )
+            raise RecordingError(self._failure)
+        return found.st_size
+
+    def _fail(self, step: int | None, error: Exception) -> RecordingError:
+        what = "it could not be finished" if step is None else f"step {step} could not be written"
+        self._failure = (
+            f"{self.path}: {what}: {error}.\n"
+            f"The {self.num_rows} steps before it are readable. Free some space and record again."
+        )
+        return RecordingError(self._failure)
+
+    def _set_status(self, status: str) -> None:
+        code = np.array([STATUSES.index(status)], np.uint8)
+        self._status.write(h5s.ALL, h5s.ALL, code)
+        self._status.flush()
+
+    def _kept_leaves(self, events: Sequence[Event]) -> list[bytes]:
+        limit = self._leaf_limit_bytes
+        if limit is None:
+            return [event.leaves for event in events]
+        return [event.leaves if event.num_bytes <= limit else b"" for event in events]
+
+    def _find_layout(self, events: Sequence[Event], groups: list[Group]) -> _KnownLayout:
+        """Return the step's layout, known or written now.
+
+        A list compares its elements by identity before it compares them by value, so a recorder that
+        uses its sites again pays for a comparison of pointers.
+        """
+        sites, group_of, inputs = (list(map(get, events)) for get in _LAYOUT_COLUMNS)
+        key: list[list[Any]] = [sites, group_of, inputs, groups]
+        for position, known in enumerate(self._layouts):
+            if known.key == key:
+                if position:
+                    self._layouts.insert(0, self._layouts.pop(position))
+                return known
+        counts = list(map(len, inputs))
+        input_ptr = np.zeros(len(events) + 1, np.int64)
+        np.cumsum(counts, out=input_ptr[1:])
+        layout = Layout(
+            sites,
+            groups,
+            np.array(group_of, np.int32),
+            input_ptr,
+            np.array([index for indices in inputs for index in indices], np.int32),
+        )
+        known = _KnownLayout(self._layout_number(layout), layout, [*key[:3], list(groups)])
+        self._layouts = [known, *self._layouts[: _KNOWN_LAYOUTS - 1]]
+        return known
+
+    def _layout_number(self, layout: Layout) -> int:
+        number = self._layout_ids.get(layout.hash)
+        if number is not None:
+            return number
+        columns = self._columns
+        rows = np.zeros(1, DATASETS["layouts"][0])
+        rows[0] = (
+            columns["layout_events"].num_rows,
+            len(layout.sites),
+            columns["layout_groups"].num_rows,
+            len(layout.groups),
+            columns["layout_inputs"].num_rows,
+            len(layout.inputs),
+            np.frombuffer(layout.hash, np.uint8),
+        )
+        events = np.zeros(len(layout.sites), DATASETS["layout_events"][0])
+        events["site"] = [self._sites[site] for site in layout.sites]
+        events["group"] = layout.group_of
+        events["num_inputs"] = np.diff(layout.input_ptr)
+        groups = np.zeros(len(layout.groups), DATASETS["layout_groups"][0])
+        groups["group"] = [self._groups[group[:4]] for group in layout.groups]
+        groups["parent"] = [group.parent for group in layout.groups]
+        columns["layout_events"].append(events)
+        columns["layout_groups"].append(groups)
+        columns["layout_inputs"].append(layout.inputs)
+        self._layout_ids[layout.hash] = columns["layouts"].append(rows)
+        return self._layout_ids[layout.hash]
+
+    def _find_meta(self, events: Sequence[Event], leaves: list[bytes]) -> _KnownMeta:
+        key = [list(map(get, events)) for get in _META_COLUMNS]
+        key.append(list(map(len, leaves)))
+        key.append([event.value is not None for event in events])
+        for position, known in enumerate(self._metas):
+            if known.key == key:
+                if position:
+                    self._metas.insert(0, self._metas.pop(position))
+                return known
+        if any(length % DIGEST_BYTES for length in key[3]):
+            raise LayoutError("a leaf digest is not 16 bytes long")
+        kinds = [
+            TensorKind(dtype, tuple(shape), size, length // DIGEST_BYTES, has_value)
+            for dtype, shape, size, length, has_value in zip(*key, strict=True)
+        ]
+        meta = Meta(kinds)
+        number = self._meta_ids.get(meta.hash)
+        if number is None:
+            rows = np.zeros(1, DATASETS["metas"][0])
+            rows[0] = (self._columns["meta_tensors"].num_rows, len(events), np.frombuffer(meta.hash, np.uint8))
+            self._columns["meta_tensors"].append(np.array([self._tensors[kind] for kind in kinds], np.uint32))
+            number = self._meta_ids[meta.hash] = self._columns["metas"].append(rows)
+        known = _KnownMeta(number, meta, key)
+        self._metas = [known, *self._metas[: _KNOWN_LAYOUTS - 1]]
+        return known
+
+    def _write_values(self, values: list[str]) -> int:
+        """Write the step's values and return the first one's row; those of the step before serve again."""
+        last, first = self._last_values
+        if values != last:
+            numbers = np.array([self._strings[value] for value in values], np.uint32)
+            first = self._columns["values"].append(numbers)
+            self._last_values = (values, first)
+        return first if values else 0
+
+    def _write_string(self, text: str) -> int:
+        data = text.encode("utf-8", "surrogatepass")
+        self._columns["strings"].append(np.frombuffer(data, np.uint8))
+        return self._columns["string_ends"].append(np.array([self._columns["strings"].num_rows], np.uint64))
+
+    def _write_site(self, site: Site) -> int:
+        text = self._strings
+        row = np.zeros(1, DATASETS["sites"][0])
+        row[0] = (
+            _PHASE_NUMBER[site.phase],
+            site.is_eval,
+            text[site.root],
+            text[site.path],
+            text[site.slot],
+            site.occurrence,
+        )
+        return self._columns["sites"].append(row)
+
+    def _write_group(self, names: tuple[str, str, str, str]) -> int:
+        row = np.zeros(1, DATASETS["groups"][0])
+        row[0] = tuple(self._strings[name] for name in names)
+        return self._columns["groups"].append(row)
+
+    def _write_tensor(self, kind: TensorKind) -> int:
+        row = np.zeros(1, DATASETS["tensors"][0])
+        shape = ",".join(map(str, kind.shape))
+        row[0] = (
+            self._strings[kind.dtype],
+            self._strings[shape],
+            kind.num_bytes,
+            kind.num_leaves,
+            kind.has_value,
+        )
+        return self._columns["tensors"].append(row)
+
+
+_LAYOUT_COLUMNS = tuple(map(attrgetter, ("site", "group", "inputs")))
+_META_COLUMNS = tuple(map(attrgetter, ("dtype", "shape", "num_bytes")))
+
+
+class _Column:
+    """One growing dataset."""
+
+    def __init__(self, dataset: h5d.DatasetID, name: str) -> None:
+        self._dataset = dataset
+        self._native = NATIVE[name]
+        self._tail = DATASETS[name][1]
+        self._is_dirty = False
+        self.num_rows = 0
+
+    def append(self, rows: np.ndarray) -> int:
+        """Write `rows` at the end; return the number of the first."""
+        first, count = self.num_rows, len(rows)
+        if count:
+            zeros = (0,) * len(self._tail)
+            self._dataset.set_extent((first + count, *self._tail))
+            space = self._dataset.get_space()
+            space.select_hyperslab((first, *zeros), (count, *self._tail))
+            self._dataset.write(h5s.create_simple((count, *self._tail)), space, rows, self._native)
+            self.num_rows += count
+            self._is_dirty = True
+        return first
+
+    def flush(self) -> None:
+        if self._is_dirty:
+            self._dataset.flush()
+            self._is_dirty = False
+
+
+class _Interned(dict[Any, int]):
+    """Key -> row; a key that is not there yet is written."""
+
+    def __init__(self, write: Callable[[Any], int]) -> None:
+        super().__init__()
+        self._write = write
+
+    def __missing__(self, key: Hashable) -> int:
+        if len(self) >= _KNOWN_VALUES:
+            self.clear()
+        number = self[key] = self._write(key)
+        return number
+
+
+class _KnownLayout(NamedTuple):
+    number: int
+    layout: Layout
+    key: list[list[Any]]
+
+
+class _KnownMeta(NamedTuple):
+    number: int
+    meta: Meta
+    key: list[list[Any]]
