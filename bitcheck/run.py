@@ -41,10 +41,12 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from bitcheck import __version__
 from bitcheck.digest import DIGEST_VERSION
@@ -52,7 +54,7 @@ from bitcheck.document import MAX_BYTES, ChangedDocument, DocumentError, decode_
 from bitcheck.errors import BrokenRun, FutureRun, NotARun, RecordingError
 from bitcheck.events import Level
 from bitcheck.process import is_gone, this_process
-from bitcheck.store import RankReader
+from bitcheck.store import TAIL_ROW, RankReader
 
 SCHEMA_PREFIX = "bitcheck.run/"
 SCHEMA = SCHEMA_PREFIX + "1"
@@ -190,6 +192,7 @@ class Run:
         self.ranks = sorted(rank for rank in found if rank < self.world_size)
         self.missing_ranks = [rank for rank in range(self.world_size) if rank not in found]
         self._readers: dict[int, RankReader] = {}
+        self._rank_statuses: set[str] | None = None
 
     def __enter__(self) -> Run:
         return self
@@ -231,6 +234,21 @@ class Run:
         if reader is not None:
             reader.close()
 
+    def read_tails(self, ranks: Sequence[int] | None = None) -> np.ndarray:
+        """Return one `bitcheck.store.TAIL_ROW` for each of `ranks` (all that have a file), in their order.
+
+        About 0.2 ms a rank. Files that were not open are closed again.
+        """
+        tails = np.zeros(len(self.ranks) if ranks is None else len(ranks), TAIL_ROW)
+        for position, rank in enumerate(self.ranks if ranks is None else ranks):
+            was_open = rank in self._readers
+            tails[position] = self.rank(rank).tail()
+            if not was_open:
+                self.close_rank(rank)
+        if ranks is None:
+            self._rank_statuses = set(tails["status"].tolist())
+        return tails
+
     @property
     def status(self) -> str:
         """The run's status, from run.json and from every rank's file.
@@ -241,11 +259,9 @@ class Run:
         found = {self.info["status"]}
         if self.info["status"] == "recording" and is_gone(self.info["writer"]):
             found = {"killed"}
-        for rank in self.ranks:
-            was_open = rank in self._readers
-            found.add(self.rank(rank).status)
-            if not was_open:
-                self.close_rank(rank)
+        if self._rank_statuses is None:
+            self.read_tails()
+        found |= self._rank_statuses or set()
         if self.missing_ranks and "recording" not in found:
             found.add("killed")
         return next(status for status in ("failed", "killed", "recording", "complete") if status in found)

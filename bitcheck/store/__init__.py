@@ -5,9 +5,9 @@ Place in the flow: tensor -> digest -> event -> *store* -> align -> diff -> repo
 
 from __future__ import annotations
 
-from bitcheck.store.format import STATUSES, STEP_ROW
+from bitcheck.store.format import STATUSES, STEP_ROW, TAIL_ROW
 from bitcheck.store.layout import Layout, Meta
 from bitcheck.store.reader import LoadedStep, RankReader
 from bitcheck.store.writer import RankWriter
 
-__all__ = ["STATUSES", "STEP_ROW", "Layout", "LoadedStep", "Meta", "RankReader", "RankWriter"]
+__all__ = ["STATUSES", "STEP_ROW", "TAIL_ROW", "Layout", "LoadedStep", "Meta", "RankReader", "RankWriter"]

@@ -37,6 +37,9 @@ STEP_ROW = np.dtype(
         ("first_value", "<u8"),  # row in values
         ("num_values", "<u4"),
         ("notes", "<u4"),  # string: JSON [unobserved, remarks]
+        ("total_bytes", "<u8"),  # num_bytes of this row and all before it
+        ("total_unobserved", "<u8"),  # what escaped observation in this row and all before it
+        ("total_remarks", "<u8"),  # remarks of this row and all before it
         ("file_bytes", "<u8"),  # what the file held when the row was written; less now: it was cut
         ("phase_roots", "u1", (len(PHASES), 16)),
         ("root", *DIGEST),
@@ -46,6 +49,26 @@ STEP_ROW = np.dtype(
         ("check", "<u8"),  # XXH3-64 of the row before it
     ]
 )
+TAIL_ROW = np.dtype(
+    [
+        ("rank", "<i4"),
+        ("status", "U9"),
+        ("num_rows", "<i8"),  # 0: nothing was recorded, and all that follows is 0
+        ("first_step", "<i8"),
+        ("first_kind", "<u4"),
+        ("last_step", "<i8"),
+        ("last_kind", "<u4"),
+        ("total_events", "<u8"),
+        ("total_bytes", "<u8"),
+        ("total_unobserved", "<u8"),
+        ("total_remarks", "<u8"),
+        ("root", *DIGEST),  # root, state root and chain of the last row
+        ("state_root", *DIGEST),
+        ("chain", *DIGEST),
+    ]
+)
+"""What `RankReader.tail` reads of a rank: equal chains, and every step of two ranks is equal."""
+
 SITE_ROW = np.dtype(
     [("phase", "u1"), ("is_eval", "u1"), ("root", "<u4"), ("path", "<u4"), ("slot", "<u4"), ("occurrence", "<u4")]
 )

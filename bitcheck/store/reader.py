@@ -12,15 +12,17 @@ import numpy as np
 from h5py import h5a, h5d, h5f, h5s
 
 from bitcheck.digest import DIGEST_VERSION
-from bitcheck.document import DocumentError, decode_document
+from bitcheck.document import ChangedDocument, DocumentError, decode_document
 from bitcheck.errors import BrokenRun, FutureRun, NotARun
 from bitcheck.events import PHASES, Event, Group, Level, Site, StepKind, StepRecord
 from bitcheck.process import is_gone
 from bitcheck.store.format import (
     DATASETS,
+    NATIVE,
     SCHEMA,
     SCHEMA_PREFIX,
     STATUSES,
+    TAIL_ROW,
     open_read_only,
     read_rows,
     row_check,
@@ -154,6 +156,15 @@ class RankReader:
                 self._table = self._read_table()
         return self._table
 
+    def tail(self) -> np.void:
+        """Return what the first and the last row say, one TAIL_ROW, without reading the table.
+
+        A row's chain covers all rows before it: equal chains of two ranks, and all their steps are equal.
+        """
+        with self._reading():
+            tail: np.void = self._read_tail()[0]
+            return tail
+
     @property
     def num_rows(self) -> int:
         """Recorded steps, the initial snapshot and a closing fragment among them."""
@@ -181,19 +192,24 @@ class RankReader:
         self._open_dataset("steps")
 
     def _read_header(self) -> dict[str, Any]:
-        if not h5a.exists(self._file, b"schema") or not h5a.exists(self._file, b"header"):
+        if not h5a.exists(self._file, b"header"):
             raise NotARun(
-                f"{self.path} is an HDF5 file of another program: it has no bitcheck schema.\n"
+                f"{self.path} is an HDF5 file of another program: it has no header of bitcheck.\n"
                 "Name the folder that `bitcheck run -o` made."
             )
-        schema = _read_text(self._file, b"schema").decode("ascii", "replace")
+        try:
+            header = decode_document(_read_text(self._file, b"header"))
+            schema = header["schema"]
+        except ChangedDocument as error:
+            if not error.schema.startswith(SCHEMA_PREFIX) or error.schema == SCHEMA:
+                raise
+            schema = error.schema
         if schema != SCHEMA:
             if schema.startswith(SCHEMA_PREFIX):
                 raise FutureRun(
                     f"{self.path} has schema {schema!r}; this bitcheck reads {SCHEMA}.\nUpdate bitcheck to read it."
                 )
             raise NotARun(f"{self.path} has schema {schema[:40]!r}; expected {SCHEMA}, a rank's file of bitcheck.")
-        header = decode_document(_read_text(self._file, b"header"))
         if header.get("digest_version") != DIGEST_VERSION:
             raise FutureRun(
                 f"{self.path} holds digests of version {header.get('digest_version')!r}; this bitcheck reads "
@@ -206,10 +222,10 @@ class RankReader:
 
     def _read_status(self) -> str:
         dataset = h5d.open(self._file, b"status")
-        if dataset.shape != (1,) or dataset.dtype != np.uint8:
+        if dataset.shape != (1,) or not dataset.get_type().equal(NATIVE["strings"]):
             raise ValueError("its status is not one byte")
         code = np.zeros(1, np.uint8)
-        dataset.read(h5s.ALL, h5s.ALL, code)
+        dataset.read(h5s.ALL, h5s.ALL, code, NATIVE["strings"])
         status = STATUSES[int(code[0])]
         return "killed" if status == "recording" and is_gone(self.writer) else status
 
@@ -220,7 +236,7 @@ class RankReader:
         dtype, tail, _ = DATASETS[name]
         dataset = h5d.open(self._file, name.encode())
         shape = dataset.shape
-        if dataset.dtype != dtype or shape[1:] != tail or len(shape) != 1 + len(tail):
+        if len(shape) != 1 + len(tail) or shape[1:] != tail or not dataset.get_type().equal(NATIVE[name]):
             raise ValueError(f"its dataset {name} is not of type {dtype}")
         plist = dataset.get_create_plist()
         if plist.get_layout() != h5d.CHUNKED or plist.get_nfilters():
@@ -250,6 +266,27 @@ class RankReader:
                     f"The file is damaged; find how far it holds: bitcheck verify {self.path.parent}"
                 )
         return table
+
+    def _read_tail(self) -> np.ndarray:
+        tail = np.zeros(1, TAIL_ROW)
+        tail["rank"], tail["status"] = self.rank, self.status
+        count = self._sizes["steps"]
+        if count:
+            last = self._read("steps", count - 1, 1)
+            if not self._row_holds(last) and self.is_live and count > 1:
+                count -= 1
+                last = self._read("steps", count - 1, 1)
+            first = self._read("steps", 0, 1)
+            if not self._row_holds(last) or not self._row_holds(first):
+                count = len(self.table)  # says which row does not hold
+            tail["num_rows"] = count
+        if count:
+            tail["first_step"], tail["first_kind"] = first["step"], first["kind"]
+            tail["last_step"], tail["last_kind"] = last["step"], last["kind"]
+            tail["total_events"] = last["first_event"] + last["num_events"]
+            for name in ("total_bytes", "total_unobserved", "total_remarks", "root", "state_root", "chain"):
+                tail[name] = last[name]
+        return tail
 
     def _row_holds(self, row: np.ndarray) -> bool:
         return int(row["check"][0]) == row_check(row) and not (

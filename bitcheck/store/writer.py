@@ -50,7 +50,7 @@ class RankWriter:
 
     The file appears under its name only when it is whole and readable, and never replaces another:
     FileExistsError becomes RecordingError. `leaf_limit_bytes`: leaf digests are kept of tensors up
-    to this size, None for all, 0 for none.
+    to this size, None for all, 0 for none. `num_rows`: steps written so far.
 
     Not for use from two threads at once. Raises RecordingError where the file cannot be made.
     """
@@ -77,7 +77,8 @@ class RankWriter:
         # the path still leads to this one.
         found = os.stat(self.path)
         self._identity = (found.st_dev, found.st_ino)
-        self._chain = CHAIN_SEED
+        self._chain, self._totals = CHAIN_SEED, (0, 0, 0)
+        self.num_rows = 0
         self._failure: str | None = None
         self._strings = _Interned(self._write_string)
         self._sites = _Interned(self._write_site)
@@ -88,11 +89,6 @@ class RankWriter:
         self._layouts: list[_KnownLayout] = []
         self._metas: list[_KnownMeta] = []
         self._last_values: tuple[list[str], int] = ([], 0)
-
-    @property
-    def num_rows(self) -> int:
-        """Steps written so far."""
-        return self._columns["steps"].num_rows
 
     def append(self, record: StepRecord) -> None:
         """Write one step and flush it: when this returns, no death of the process loses it.
@@ -132,6 +128,12 @@ class RankWriter:
         row = np.zeros(1, STEP_ROW)
         row["step"], row["kind"] = record.step, record.kind
         row["num_events"], row["num_bytes"] = len(events), meta.total_bytes
+        totals = (
+            self._totals[0] + meta.total_bytes,
+            self._totals[1] + sum(record.unobserved.values()),
+            self._totals[2] + len(record.remarks),
+        )
+        row["total_bytes"], row["total_unobserved"], row["total_remarks"] = totals
         row["layout"], row["meta"] = layout_number, meta_number
         row["phase_roots"] = np.frombuffer(roots.phase_roots, np.uint8).reshape(-1, DIGEST_BYTES)
         row["root"] = np.frombuffer(roots.root, np.uint8)
@@ -152,7 +154,8 @@ class RankWriter:
         row["check"] = row_check(row)
         columns["steps"].append(row)
         columns["steps"].flush()
-        self._chain = chain
+        self._chain, self._totals = chain, totals
+        self.num_rows += 1
 
     def close(self, status: str) -> None:
         """End the file as "complete" or "failed" and seal it. A second call does nothing.
@@ -180,7 +183,7 @@ class RankWriter:
             # all later ones read it.
             file = h5py.File(building, "w", libver=("v110", "v110"), locking=False)
             file.attrs["schema"] = np.bytes_(SCHEMA)
-            file.attrs["header"] = np.bytes_(encode_document(header))
+            file.attrs["header"] = np.bytes_(encode_document(header, one_line=True))
             file.create_dataset("status", data=np.zeros(1, np.uint8))
             for name in DATASETS:
                 create_dataset(file, name)
@@ -328,38 +331,19 @@ class RankWriter:
 
     def _write_string(self, text: str) -> int:
         data = text.encode("utf-8", "surrogatepass")
-        self._columns["strings"].append(np.frombuffer(data, np.uint8))
-        return self._columns["string_ends"].append(np.array([self._columns["strings"].num_rows], np.uint64))
+        self._columns["strings"].extend(data)
+        return self._columns["string_ends"].add(self._columns["strings"].num_rows)
 
     def _write_site(self, site: Site) -> int:
-        text = self._strings
-        row = np.zeros(1, DATASETS["sites"][0])
-        row[0] = (
-            _PHASE_NUMBER[site.phase],
-            site.is_eval,
-            text[site.root],
-            text[site.path],
-            text[site.slot],
-            site.occurrence,
-        )
-        return self._columns["sites"].append(row)
+        names = (self._strings[site.root], self._strings[site.path], self._strings[site.slot])
+        return self._columns["sites"].add((_PHASE_NUMBER[site.phase], site.is_eval, *names, site.occurrence))
 
     def _write_group(self, names: tuple[str, str, str, str]) -> int:
-        row = np.zeros(1, DATASETS["groups"][0])
-        row[0] = tuple(self._strings[name] for name in names)
-        return self._columns["groups"].append(row)
+        return self._columns["groups"].add(tuple([self._strings[name] for name in names]))
 
     def _write_tensor(self, kind: TensorKind) -> int:
-        row = np.zeros(1, DATASETS["tensors"][0])
-        shape = ",".join(map(str, kind.shape))
-        row[0] = (
-            self._strings[kind.dtype],
-            self._strings[shape],
-            kind.num_bytes,
-            kind.num_leaves,
-            kind.has_value,
-        )
-        return self._columns["tensors"].append(row)
+        names = (self._strings[kind.dtype], self._strings[",".join(map(str, kind.shape))])
+        return self._columns["tensors"].add((*names, *kind[2:]))
 
 
 _LAYOUT_COLUMNS = tuple(map(attrgetter, ("site", "group", "inputs")))
@@ -372,27 +356,51 @@ class _Column:
     def __init__(self, dataset: h5d.DatasetID, name: str) -> None:
         self._dataset = dataset
         self._native = NATIVE[name]
-        self._tail = DATASETS[name][1]
+        self._dtype, self._tail, _ = DATASETS[name]
         self._is_dirty = False
+        self._pending: list[Any] = []
         self.num_rows = 0
+
+    def add(self, row: Any) -> int:
+        """Add one row, written at the next `append` or `flush`; return its number."""
+        self._pending.append(row)
+        self.num_rows += 1
+        return self.num_rows - 1
+
+    def extend(self, rows: Sequence[Any]) -> None:
+        """Add several, as `add` does."""
+        self._pending.extend(rows)
+        self.num_rows += len(rows)
 
     def append(self, rows: np.ndarray) -> int:
         """Write `rows` at the end; return the number of the first."""
-        first, count = self.num_rows, len(rows)
-        if count:
-            zeros = (0,) * len(self._tail)
-            self._dataset.set_extent((first + count, *self._tail))
-            space = self._dataset.get_space()
-            space.select_hyperslab((first, *zeros), (count, *self._tail))
-            self._dataset.write(h5s.create_simple((count, *self._tail)), space, rows, self._native)
-            self.num_rows += count
-            self._is_dirty = True
+        self._write_pending()
+        first = self.num_rows
+        self.num_rows += len(rows)
+        self._write(first, rows)
         return first
 
     def flush(self) -> None:
+        """Hand all rows to the operating system."""
+        self._write_pending()
         if self._is_dirty:
             self._dataset.flush()
             self._is_dirty = False
+
+    def _write_pending(self) -> None:
+        if self._pending:
+            rows, self._pending = np.array(self._pending, self._dtype), []
+            self._write(self.num_rows - len(rows), rows)
+
+    def _write(self, first: int, rows: np.ndarray) -> None:
+        if not len(rows):
+            return
+        extent = (len(rows), *self._tail)
+        self._dataset.set_extent((first + len(rows), *self._tail))
+        space = self._dataset.get_space()
+        space.select_hyperslab((first, *(0 for _ in self._tail)), extent)
+        self._dataset.write(h5s.create_simple(extent), space, np.ascontiguousarray(rows), self._native)
+        self._is_dirty = True
 
 
 class _Interned(dict[Any, int]):
