@@ -1,0 +1,42 @@
+"""Copy a transposed tensor to row-major order, in Triton, both sides in whole memory transactions.
+
+A weight that was transposed, or an image batch in channels-last order, is laid out with its *rows* next to
+each other: elements [B, R, C] with strides (stride_b, 1, stride_c). The digest is over the row-major order, so
+such a tensor is copied first, a piece at a time. A plain elementwise copy reads such a tensor element by
+element from a different place each; this one reads a tile along R, writes it along C.
+
+Elements are moved as unsigned integers of their size: no bit changes. Importing this module needs triton.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["address", "num_rows", "num_columns", "stride_b", "stride_c", "out_address"])
+def transpose_kernel(
+    address: tl.int64,
+    num_rows: tl.int32,
+    num_columns: tl.int32,
+    stride_b: tl.int64,
+    stride_c: tl.int64,
+    out_address: tl.int64,
+    WORD: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Write x [B, R, C] with strides (stride_b, 1, stride_c) to out [B, R, C], contiguous.
+
+    `address` and `out_address` point to elements of type `WORD`; strides count elements. The grid is
+    (tiles of R * tiles of C, B).
+    """
+    tiles_c = tl.cdiv(num_columns, BLOCK_C)
+    rows = (tl.program_id(0) // tiles_c) * BLOCK_R + tl.arange(0, BLOCK_R)
+    columns = (tl.program_id(0) % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
+    batch = tl.program_id(1).to(tl.int64)
+    mask = (rows[:, None] < num_rows) & (columns[None, :] < num_columns)
+    x_ptr = address.to(tl.pointer_type(WORD)) + batch * stride_b
+    out_ptr = out_address.to(tl.pointer_type(WORD)) + batch * num_rows * num_columns
+    x_RC = tl.load(x_ptr + rows[:, None] + columns[None, :] * stride_c, mask=mask)
+    tl.store(out_ptr + rows[:, None].to(tl.int64) * num_columns + columns[None, :], x_RC, mask=mask)

@@ -1,0 +1,286 @@
+"""Module calls: what went into each and came out of it, forward and recompute, and where a step begins.
+
+`torch.nn.Module.__call__` is wrapped while a recorder is attached. Unlike PyTorch's global module
+hooks this sees keyword arguments, sees a call that ends by an exception (activation checkpointing
+stops its recompute so), makes no compiled module warn, and vanishes from what `torch.compile`
+traces: inside a compiled region the wrapper is the original, so its graph, hence its bits, stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bitcheck.events import Level, Phase, Site
+from bitcheck.hooks.naming import ModuleName, is_compiled
+from bitcheck.hooks.steps import Call, StepBuilder
+
+if TYPE_CHECKING:
+    from bitcheck.hooks.recorder import Recorder
+
+Forward = Callable[..., Any]
+
+_MAX_DEPTH = 8
+"""How deep containers among arguments and outputs are searched for tensors."""
+
+next_node: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+"""The sequence number that the next autograd node of this thread gets."""
+
+
+def named_tensors(value: Any, slot: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (slot, tensor) of every tensor in a value: tuples, lists, mappings, dataclasses, nested."""
+    if isinstance(value, torch.Tensor):
+        yield slot, value
+        return
+    if value is None or isinstance(value, (str, bytes, int, float)) or depth == _MAX_DEPTH:
+        return
+    if isinstance(value, Mapping):
+        for key, member in value.items():
+            yield from named_tensors(member, f"{slot}.{key}", depth + 1)
+    elif isinstance(value, (tuple, list)):
+        fields = getattr(value, "_fields", None) or range(len(value))
+        for name, member in zip(fields, value, strict=False):
+            yield from named_tensors(member, f"{slot}.{name}", depth + 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from named_tensors(getattr(value, field.name, None), f"{slot}.{field.name}", depth + 1)
+
+
+def named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """Return (slot, tensor) of every tensor among a call's arguments: `in.0`, `in.mask`."""
+    found = [pair for index, value in enumerate(args) for pair in named_tensors(value, f"in.{index}")]
+    for name, value in kwargs.items():
+        found.extend(named_tensors(value, f"in.{name}"))
+    return found
+
+
+def in_backward() -> bool:
+    """Say whether this thread is inside a run of the autograd engine."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def escapes_observation(args: tuple[Any, ...]) -> bool:
+    """Say whether modules run here on stand-ins for tensors: tracing, `torch.func`, fake or meta tensors."""
+    return (
+        any(isinstance(value, torch.Tensor) and value.is_meta for value in args)
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    )
+
+
+class _Local(threading.local):
+    """The module calls that run in this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[Call] = []
+        self.depth = 0
+        self.is_blind = False
+        """Inside a call that is not observed, nothing below it is."""
+        self.is_eval = False
+        self.root: nn.Module | None = None
+
+
+class ModuleHooks:
+    """Records the calls of modules for one recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._is_deep = recorder.level is not Level.STATE
+        self._local = _Local()
+        self._original: Forward | None = None
+        self._trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.called: set[tuple[str, str]] = set()
+        """(root, path) of every module that was seen to run."""
+        self._activations: dict[int, StorageWeakRef] = {}
+        """Storages that hold what recorded modules gave: not data when passed to another."""
+
+    def install(self) -> None:
+        """Wrap `torch.nn.Module.__call__`."""
+        original: Forward = nn.Module.__call__
+        call = self.call
+
+        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return original(self, *args, **kwargs)
+            return call(original, self, args, kwargs)
+
+        self._original = original
+        self._wrapper = __call__
+        nn.Module.__call__ = __call__  # type: ignore[method-assign, assignment]
+
+    def remove(self) -> None:
+        """Put `torch.nn.Module.__call__` back, unless somebody wrapped it once more."""
+        if self._original is not None and nn.Module.__call__ is self._wrapper:
+            nn.Module.__call__ = self._original  # type: ignore[method-assign]
+        self._original = None
+
+    @property
+    def current(self) -> Call | None:
+        """The innermost module call of this thread."""
+        stack = self._local.stack
+        return stack[-1] if stack else None
+
+    def call(self, original: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module's call and record what went in and came out."""
+        recorder, local = self._recorder, self._local
+        is_outermost = local.depth == 0
+        if not recorder.is_active or local.is_blind or (not is_outermost and not self._is_deep):
+            return original(module, *args, **kwargs)
+        local.depth += 1
+        try:
+            if not is_outermost:
+                return self._call_inner(original, module, args, kwargs)
+            if escapes_observation(args):
+                recorder.current.miss("module calls under tracing, torch.func, fake or meta tensors")
+                local.is_blind = True
+                return original(module, *args, **kwargs)
+            return self._call_outermost(original, module, args, kwargs)
+        finally:
+            local.depth -= 1
+            if is_outermost:
+                local.is_blind = False
+
+    def _call_outermost(
+        self, original: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        recorder, local = self._recorder, self._local
+        name = recorder.add_root(module)
+        recomputes = in_backward()
+        is_eval = not module.training and (not torch.is_grad_enabled() or module in self._trained)
+        if module.training:
+            self._trained.add(module)
+        if not recomputes:
+            recorder.enter_forward(is_training=not is_eval)
+        local.root = module
+        local.is_eval = is_eval
+        builder = recorder.current
+        try:
+            if not builder.is_kept or (recomputes and not self._is_deep):
+                return original(module, *args, **kwargs)
+            return self._observe(original, module, name, args, kwargs, is_eval, recomputes)
+        finally:
+            local.root = None
+
+    def _call_inner(self, original: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder, local = self._recorder, self._local
+        if not local.stack and not recorder.current.is_kept:
+            return original(module, *args, **kwargs)
+        parent = local.stack[-1] if local.stack else None
+        name = recorder.registry.name_of(module)
+        if name is None:
+            above = ModuleName(parent.root, parent.path, False) if parent is not None else recorder.add_root(module)
+            name = recorder.registry.add_below(module, above, local.root)
+        return self._observe(original, module, name, args, kwargs, local.is_eval, in_backward())
+
+    def _observe(
+        self,
+        original: Forward,
+        module: nn.Module,
+        name: ModuleName,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_eval: bool,
+        recomputes: bool,
+    ) -> Any:
+        stack = self._local.stack
+        parent = stack[-1] if stack else None
+        passes_on = name.is_wrapper and self._is_deep and not is_compiled(module)
+        repeats = parent is not None and (parent.root, parent.path) == (name.root, name.path)
+        if passes_on or repeats:  # the module that bears the name is called next, or it is a compiled one's own inside
+            return original(module, *args, **kwargs)
+        builder = self._recorder.current
+        phase = Phase.RECOMPUTE if recomputes else Phase.FORWARD
+        call = Call(phase, name.root, name.path, is_eval, parent)
+        call.occurrence = builder.count(phase, name.root, name.path, "", is_eval)
+        call.group = builder.add_group(
+            phase, name.root, name.path, type(module).__name__, parent.group if parent is not None else -1
+        )
+        call.thread = threading.get_ident()
+        builder.calls.append(call)
+        self.called.add((name.root, name.path))
+        arguments = named_arguments(args, kwargs)
+        self._record_inputs(builder, call, arguments)
+        call.first_node = next_node()
+        stack.append(call)
+        try:
+            result = original(module, *args, **kwargs)
+        except BaseException:
+            if phase is Phase.RECOMPUTE:  # checkpointing stops a recompute so, once it has what it needs
+                builder.recomputed.setdefault((call.root, call.path), []).extend(call.known())
+            raise
+        finally:
+            stack.pop()
+            call.last_node = next_node()
+        self._record_outputs(builder, call, arguments, result)
+        return result
+
+    def _record_inputs(self, builder: StepBuilder, call: Call, arguments: list[tuple[str, torch.Tensor]]) -> None:
+        above = call.parent if call.parent is not None else builder.top
+        is_outermost = call.parent is None and call.phase is Phase.FORWARD
+        for slot, tensor in arguments:
+            is_data = is_outermost and tensor.grad_fn is None and not self._is_activation(tensor)
+            if is_data:
+                site = Site(Phase.BATCH, call.root, call.path, slot, call.occurrence, call.is_eval)
+                events = builder.add_tensor(site, tensor)
+                builder.top.inputs += events
+            elif self._is_deep:
+                site = Site(call.phase, call.root, call.path, slot, call.occurrence, call.is_eval)
+                known = builder.recorded(tensor)
+                sources = known if known else [*above.inputs, *above.children]
+                events = builder.add_tensor(site, tensor, above.group, sources)
+            else:
+                continue
+            call.inputs += events
+            if self._is_deep:
+                builder.remember(tensor, events)
+                if tensor.requires_grad:
+                    self._recorder.gradients.track_input(builder, call, slot, tensor)
+
+    def _record_outputs(
+        self, builder: StepBuilder, call: Call, arguments: list[tuple[str, torch.Tensor]], result: Any
+    ) -> None:
+        above = call.parent if call.parent is not None else builder.top
+        outputs = list(named_tensors(result, "out"))
+        if self._is_deep:
+            sources = [*call.inputs, *call.children]
+            for slot, tensor in outputs:
+                site = Site(call.phase, call.root, call.path, slot, call.occurrence, call.is_eval)
+                events = builder.add_tensor(site, tensor, call.group, sources)
+                call.outputs += events
+                builder.remember(tensor, events)
+                if tensor.grad_fn is not None:
+                    self._recorder.gradients.track_output(builder, call, slot, tensor)
+            above.children += call.outputs
+            if call.phase is Phase.RECOMPUTE:
+                builder.recomputed.setdefault((call.root, call.path), []).extend(call.known())
+        if call.parent is None and call.phase is Phase.FORWARD:
+            given = {storage for _, tensor in arguments if (storage := _storage(tensor)) is not None}
+            for _, tensor in outputs:
+                storage = _storage(tensor)
+                if storage is not None and storage not in given:
+                    self._activations[storage] = StorageWeakRef(tensor.untyped_storage())
+
+    def _is_activation(self, tensor: torch.Tensor) -> bool:
+        storage = _storage(tensor)
+        reference = self._activations.get(storage) if storage is not None else None
+        return reference is not None and not reference.expired()
+
+    def forget(self) -> None:
+        """Drop the activations that are gone; called at the end of a step."""
+        self._activations = {key: held for key, held in self._activations.items() if not held.expired()}
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    """Return what identifies a tensor's storage, None for a tensor that has none of its own."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None

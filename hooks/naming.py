@@ -1,0 +1,188 @@
+"""Which name a module or a parameter has in a run: (root, path), stable from run to run.
+
+A root is an outermost module, one that was called while no other module was running; its label is
+its class, numbered from the second of its kind by first call (`Model`, `Model_2`). Below it, paths
+are `named_modules()` and `named_parameters()` names with the wrappers' own components taken out, so
+that `DistributedDataParallel(torch.compile(model))` and `model` give the same names. A tied
+parameter or a shared module has the first of its names.
+
+The registry holds no module or parameter alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Attributes under which PyTorch's own wrappers hold what they wrap; no user names a child so."""
+
+
+class ModuleName(NamedTuple):
+    """Where a module stands in a run."""
+
+    root: str
+    path: str
+    is_wrapper: bool
+    """A wrapper passes its calls on to the module that bears the name."""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Say whether calling `module` runs a compiled region whose inside cannot be observed."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def wrapped_child(module: nn.Module) -> tuple[str, nn.Module] | None:
+    """Return (attribute, module) of what a wrapper wraps, None for a module in its own right.
+
+    PyTorch's wrappers, and any class that owns nothing but one child called `module`.
+    """
+    children = module._modules
+    for name in WRAPPER_COMPONENTS & children.keys():
+        child = children[name]
+        if child is not None:
+            return name, child
+    child = children.get("module")
+    if child is not None and len(children) == 1 and not module._parameters and not module._buffers:
+        return "module", child
+    return None
+
+
+class Registry:
+    """The names of all modules and parameters that a run has met."""
+
+    def __init__(self) -> None:
+        self.roots: list[tuple[str, weakref.ref[nn.Module]]] = []
+        self._names: weakref.WeakKeyDictionary[nn.Module, ModuleName] = weakref.WeakKeyDictionary()
+        self._labels: dict[str, weakref.ref[Any]] = {}
+        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], tuple[str, str]]] = {}
+        self._free: dict[int, tuple[weakref.ref[torch.Tensor], tuple[str, str]]] = {}
+
+    def label(self, holder: object) -> str:
+        """Return a label that no other living module or optimizer has: its class, `Class_2`, ... .
+
+        A label is free again when its holder is gone, so that a criterion made anew in every step
+        keeps one name.
+        """
+        kind = type(holder).__name__
+        label, number = kind, 1
+        while (held := self._labels.get(label)) is not None and held() is not None:
+            number += 1
+            label = f"{kind}_{number}"
+        self._labels[label] = weakref.ref(holder)
+        return label
+
+    def name_of(self, module: nn.Module) -> ModuleName | None:
+        """Return the name of a module, None for one that was never met."""
+        return self._names.get(module)
+
+    def add_root(self, module: nn.Module) -> ModuleName:
+        """Register an outermost module and all below it that have no name yet."""
+        known = self._names.get(module)
+        if known is not None:
+            return known
+        inner: nn.Module = module
+        while (step := wrapped_child(inner)) is not None:
+            inner = step[1]
+        held = self._names.get(inner)
+        label, prefix = (held.root, held.path) if held is not None else (self.label(inner), "")
+        self._add_below(module, label, prefix)
+        self.roots = [(own, reference) for own, reference in self.roots if reference() is not None]
+        self.roots.append((label, weakref.ref(module)))
+        return self._names[module]
+
+    def add_below(self, module: nn.Module, parent: ModuleName, root: nn.Module | None) -> ModuleName:
+        """Name a module that was first called inside another one.
+
+        It was added to `root` after the root was first called, or it belongs to no module tree: then
+        it is known by its class, below the module that called it.
+        """
+        if root is not None:
+            self._add_below(root, parent.root, "")
+        known = self._names.get(module)
+        if known is None:
+            path = f"{parent.path}.{type(module).__name__}" if parent.path else type(module).__name__
+            self._add_below(module, parent.root, path)
+            known = self._names[module]
+        return known
+
+    def _add_below(self, module: nn.Module, label: str, prefix: str) -> None:
+        for path, child, is_wrapper in walk(module, prefix):
+            if child not in self._names:
+                self._names[child] = ModuleName(label, path, is_wrapper)
+            for name, parameter in child._parameters.items():
+                if parameter is not None:
+                    self.add_parameter(parameter, label, f"{path}.{name}" if path else name)
+
+    def add_parameter(self, parameter: torch.Tensor, root: str, path: str) -> None:
+        """Name a module's parameter, unless a module gave it a name already."""
+        if _held_name(self._parameters, parameter) is None:
+            self._parameters[id(parameter)] = (weakref.ref(parameter), (root, path))
+
+    def add_free_parameter(self, parameter: torch.Tensor, root: str, path: str) -> None:
+        """Name a parameter that no module owns, as far as is known now."""
+        if self.parameter_name(parameter) is None:
+            self._free[id(parameter)] = (weakref.ref(parameter), (root, path))
+
+    def parameter_name(self, parameter: torch.Tensor) -> tuple[str, str] | None:
+        """Return (root, path) of a parameter, None for one that was never met."""
+        return _held_name(self._parameters, parameter) or _held_name(self._free, parameter)
+
+    def modules(self) -> Iterator[tuple[str, str, nn.Module]]:
+        """Yield (root label, path, module) of every living module, each once, in a fixed order."""
+        seen: set[int] = set()
+        for label, reference in self.roots:
+            root = reference()
+            if root is None:
+                continue
+            name = self._names.get(root)
+            for path, module, _ in walk(root, name.path if name is not None else ""):
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    yield label, path, module
+
+    def tensors(self) -> Iterator[tuple[str, str, torch.Tensor, bool]]:
+        """Yield (root, path, tensor, is parameter) of every parameter and buffer, each once."""
+        seen: set[int] = set()
+        for label, path, module in self.modules():
+            for store, is_parameter in ((module._parameters, True), (module._buffers, False)):
+                for name, tensor in store.items():
+                    if tensor is None or id(tensor) in seen:
+                        continue
+                    seen.add(id(tensor))
+                    own = (label, f"{path}.{name}" if path else name)
+                    if is_parameter:
+                        self.add_parameter(tensor, *own)
+                        own = self.parameter_name(tensor) or own
+                    yield *own, tensor, is_parameter
+
+
+def _held_name(
+    names: dict[int, tuple[weakref.ref[torch.Tensor], tuple[str, str]]], parameter: torch.Tensor
+) -> tuple[str, str] | None:
+    held = names.get(id(parameter))
+    return held[1] if held is not None and held[0]() is parameter else None
+
+
+def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yield (path, module, is wrapper) of `module` and all below it, wrappers' components left out."""
+    seen: set[int] = set()
+    stack = [(prefix, module)]
+    while stack:
+        path, current = stack.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        wrapped = wrapped_child(current)
+        yield path, current, wrapped is not None
+        children = []
+        for name, child in current._modules.items():
+            if child is not None:
+                passes_on = wrapped is not None and name == wrapped[0]
+                below = path if passes_on else f"{path}.{name}" if path else name
+                children.append((below, child))
+        stack.extend(reversed(children))

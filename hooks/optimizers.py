@@ -1,0 +1,195 @@
+"""What the optimizer finds and holds: gradients, the numbers of its groups, its state, loss scales.
+
+Optimizers are known from their construction on, since a resumed one has state before it ever steps.
+PyTorch's global step hooks say when one steps. Given a closure, the gradients are those that each
+evaluation leaves.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from bitcheck.events import Phase, Site
+from bitcheck.hooks.steps import StepBuilder
+
+if TYPE_CHECKING:
+    from bitcheck.hooks.recorder import Recorder
+
+
+class OptimizerHooks:
+    """Records optimizers for one recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._labels: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+        self._scalers: list[weakref.ref[Any]] = []
+        self._handles: list[Any] = []
+        self._original_init: Callable[..., None] | None = None
+        self._original_scale: Callable[..., Any] | None = None
+        self.depth = 0
+        """Over 0 while an optimizer's `step` runs: forwards in it are a closure's."""
+
+    def install(self, search: bool) -> None:
+        """Hook optimizers; with `search` also those that were made before."""
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        add = self.add
+        original = Optimizer.__init__
+
+        def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            add(optimizer)
+
+        self._original_init, self._wrapped_init = original, __init__
+        Optimizer.__init__ = __init__  # type: ignore[method-assign]
+        scale = torch.amp.GradScaler.scale
+        add_scaler = self._add_scaler
+
+        def observed_scale(scaler: Any, outputs: Any) -> Any:
+            add_scaler(scaler)
+            return scale(scaler, outputs)
+
+        self._original_scale, self._wrapped_scale = scale, observed_scale
+        torch.amp.GradScaler.scale = observed_scale  # type: ignore[method-assign]
+        if search:
+            for candidate in gc.get_objects():
+                if issubclass(type(candidate), Optimizer):
+                    add(candidate)
+
+    def remove(self) -> None:
+        """Put everything back."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._original_init is not None and Optimizer.__init__ is self._wrapped_init:
+            Optimizer.__init__ = self._original_init  # type: ignore[method-assign]
+        if self._original_scale is not None and torch.amp.GradScaler.scale is self._wrapped_scale:
+            torch.amp.GradScaler.scale = self._original_scale  # type: ignore[method-assign]
+        self._original_init = self._original_scale = None
+
+    def add(self, optimizer: Optimizer) -> str:
+        """Know an optimizer; return its label."""
+        label = self._labels.get(optimizer)
+        if label is None:
+            label = self._labels[optimizer] = self._recorder.registry.label(optimizer)
+        return label
+
+    def _add_scaler(self, scaler: Any) -> None:
+        if scaler.is_enabled() and not any(held() is scaler for held in self._scalers):
+            self._scalers.append(weakref.ref(scaler))
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    # --- a step
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        self.depth += 1
+        recorder = self._recorder
+        if not recorder.is_active or self.depth > 1:
+            return None
+        label = self.add(optimizer)
+        self.name_parameters(optimizer, label)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        builder = recorder.enter_optimizer(has_closure=callable(closure))
+        if not callable(closure):
+            self._record_gradients(builder, optimizer)
+            self._record_scalars(builder, optimizer, label)
+            return None
+        self._record_scalars(builder, optimizer, label)
+
+        def evaluated() -> Any:
+            loss = closure()
+            self._record_gradients(builder, optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": evaluated}
+        return (args[0], evaluated, *args[2:]), kwargs
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.depth = max(0, self.depth - 1)
+        if self._recorder.is_active and self.depth == 0:
+            self._recorder.leave_optimizer()
+
+    def name_parameters(self, optimizer: Optimizer, label: str) -> None:
+        """Give those parameters a name that belong to no module."""
+        registry = self._recorder.registry
+        for group_index, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                registry.add_free_parameter(parameter, label, f"params.{group_index}.{index}")
+
+    def _record_gradients(self, builder: StepBuilder, optimizer: Optimizer) -> None:
+        """Record what the optimizer finds, last layer first: the order in which backward made it."""
+        recorder = self._recorder
+        gradients = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = recorder.parameter_name(parameter)
+                if parameter.grad is not None and name is not None:
+                    gradients.append((recorder.rank_in_forward(parameter), name, parameter.grad))
+        gradients.sort(key=lambda entry: -entry[0])
+        sites = []
+        for _, (root, path), gradient in gradients:
+            occurrence = builder.count(Phase.GRAD, root, path, "grad", False)
+            sites.append((Site(Phase.GRAD, root, path, "grad", occurrence), gradient))
+        builder.add_tensors(sites)
+
+    def _record_scalars(self, builder: StepBuilder, optimizer: Optimizer, label: str) -> None:
+        for index, group in enumerate(optimizer.param_groups):
+            path = str(index)
+            occurrence = builder.count(Phase.SCALAR, label, path, "", False)
+            for key, value in group.items():
+                if key not in ("params", "param_names"):
+                    builder.add_value(Site(Phase.SCALAR, label, path, key, occurrence), value)
+
+    def record_loss_scales(self, builder: StepBuilder) -> None:
+        """Record the scale of every GradScaler in use; called where a loss goes into backward."""
+        for index, held in enumerate(self._scalers):
+            scaler = held()
+            if scaler is not None and isinstance(scaler._scale, torch.Tensor):
+                path = str(index) if index else ""
+                occurrence = builder.count(Phase.SCALAR, "GradScaler", path, "scale", False)
+                builder.add_tensor(Site(Phase.SCALAR, "GradScaler", path, "scale", occurrence), scaler._scale)
+
+    # --- state
+
+    def holdings(self) -> list[tuple[str, Mapping[Any, Any]]]:
+        """Return (label, state) of every living optimizer, in a fixed order."""
+        for optimizer, label in self._labels.items():
+            self.name_parameters(optimizer, label)
+        return sorted(((label, optimizer.state) for optimizer, label in self._labels.items()), key=lambda held: held[0])
+
+    def living(self) -> list[Optimizer]:
+        """Return every optimizer that is in memory."""
+        return list(self._labels)
+
+    def states(self, holdings: list[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[str, str, str, Any]]:
+        """Yield (root, path, key, value) of everything in optimizers' states."""
+        for label, holding in holdings:
+            for parameter, state in holding.items():
+                if not isinstance(parameter, torch.Tensor):  # state that belongs to no parameter
+                    yield label, "", str(parameter), state
+                    continue
+                name = self._recorder.parameter_name(parameter)
+                if name is not None and isinstance(state, dict):
+                    for key, value in state.items():
+                        yield *name, str(key), value
+
+    def free_parameters(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield (label, path, tensor) of parameters that belong to no module."""
+        for optimizer, label in sorted(self._labels.items(), key=lambda item: item[1]):
+            self.name_parameters(optimizer, label)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    name = self._recorder.parameter_name(parameter)
+                    if name is not None and name[0] == label:
+                        yield *name, parameter

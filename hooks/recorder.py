@@ -1,0 +1,402 @@
+"""The recorder: owns the step that is being recorded, and says where one ends and the next begins.
+
+A step lies between one optimizer step (the last before the next training forward) and the next:
+
+    forward, backward, optimizer.step()  | evaluation, data loading | forward, ...
+    ------------- step N --------------->|<------------- step N + 1 --------------
+
+The first forward of any kind after an optimizer stepped opens the next step. The state at the end
+of step N (parameters, buffers, optimizer, extra) is taken at the next *training* forward, so that a
+clamp or an average after `optimizer.step()` is in it and weights swapped in for an evaluation are
+not; or at `step()`; or at the end of the program, or just before the model is gone.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitcheck.errors import BitcheckError, UsageError
+from bitcheck.events import Level, Phase, Site, StepKind
+from bitcheck.hooks.gradients import GradientHooks
+from bitcheck.hooks.modules import ModuleHooks, named_tensors
+from bitcheck.hooks.naming import ModuleName, Registry
+from bitcheck.hooks.optimizers import OptimizerHooks
+from bitcheck.hooks.rng import generator_states
+from bitcheck.hooks.steps import Digester, StepBuilder
+from bitcheck.hooks.writer import Store, StepWriter
+
+Trackable = torch.Tensor | Mapping[str, Any] | list[Any] | tuple[Any, ...]
+
+_active: Recorder | None = None
+
+
+def active_recorder() -> Recorder | None:
+    """Return the recorder that is attached to this process, if any."""
+    return _active
+
+
+class Recorder:
+    """Records one rank of a run. Attached by `start`, detached by `stop`.
+
+    `open_store` is called when the program shows that it trains (a forward with gradients enabled,
+    or an optimizer's step) and gives what steps are written to; raises BitcheckError where this
+    process is not to record, which detaches the recorder for good. `on_first_step` is called then,
+    after the program's own settings. `on_trouble` gets what stopped the recording.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[], Store],
+        *,
+        level: Level = Level.STATE,
+        start_step: int = 0,
+        steps: tuple[int | None, int | None] = (None, None),
+        every: int = 1,
+        is_strict: bool = False,
+        on_first_step: Callable[[], None] = lambda: None,
+        on_trouble: Callable[[BitcheckError], None] | None = None,
+    ) -> None:
+        self.level = Level(level)
+        self.registry = Registry()
+        self.is_active = False
+        self.num_steps = 0
+        """Training steps that ended while it was attached."""
+        self._open_store = open_store
+        self._steps = steps
+        self._every = every
+        self._is_strict = is_strict
+        self._on_first_step = on_first_step
+        self._on_trouble = on_trouble or _tell
+        self._trouble: BitcheckError | None = None
+        self._writer: StepWriter | None = None
+        self._digesters: dict[torch.device, Digester] = {}
+        self._tracked: dict[str, Trackable | Callable[[], Any]] = {}
+        self._forward_order: dict[int, int] = {}
+        self._lock = threading.RLock()
+        self._closing: StepBuilder | None = None
+        """A step whose optimizer stepped, while an evaluation runs before the next training forward."""
+        self._initial: StepBuilder | None = None
+        self._has_initial: set[tuple[str, str, str]] = set()
+        self._stepped = False
+        self._is_stopped = False
+        self._held: _Held | None = None
+        self.modules = ModuleHooks(self)
+        self.gradients = GradientHooks(self)
+        self.optimizers = OptimizerHooks(self)
+        self._start_step = start_step
+        self.current = self._new_step(start_step)
+
+    # --- attaching
+
+    def start(self, model: nn.Module | None = None, search_optimizers: bool = False) -> None:
+        """Attach to this process. Raises UsageError where a recorder is attached already."""
+        global _active
+        if _active is not None:
+            raise UsageError(
+                "this process is being recorded already: one recorder at a time; "
+                "leave out bitcheck.record where the program runs under `bitcheck run`"
+            )
+        _active = self
+        self.is_active = True
+        self.modules.install()
+        self.gradients.install()
+        self.optimizers.install(search_optimizers)
+        if model is not None:
+            self.add_root(model)
+
+    def stop(self, status: str = "complete") -> None:
+        """End the step that is open, write what waits, detach. Does nothing the second time."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        if self._writer is not None and self._trouble is None and self.is_active:
+            self._finish()
+        self.detach()
+        if self._writer is not None:
+            self._writer.close(status)
+
+    def detach(self) -> None:
+        """Take everything out of PyTorch again, at once; what waits to be written is left waiting."""
+        global _active
+        self.is_active = False
+        self._held = None
+        self.modules.remove()
+        self.gradients.remove()
+        self.optimizers.remove()
+        if _active is self:
+            _active = None
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the program was seen to train, so that a file was opened."""
+        return self._writer is not None
+
+    @property
+    def trouble(self) -> BitcheckError | None:
+        """What stopped the recording, None as long as nothing did."""
+        return self._trouble
+
+    # --- what the program says
+
+    def step(self) -> None:
+        """End the step here. Without effect where optimizers are known and none has stepped."""
+        if not self.is_active or (len(self.optimizers) and not self._stepped and self._closing is None):
+            return
+        with self._lock:
+            self._claim()
+            if self._stepped or not len(self.optimizers):
+                self._open_next()
+            self._close_step()
+
+    def track(self, name: str, tensors: Trackable | Callable[[], Any]) -> None:
+        """Record tensors beyond the model's and the optimizer's at the end of every step.
+
+        A tensor, a (nested) mapping or sequence of tensors, or a callable that returns one of
+        these; the callable is asked when the state is taken, and may wait for whoever writes it.
+        """
+        self._tracked[name] = tensors
+
+    # --- what the sources of events ask
+
+    def add_root(self, module: nn.Module) -> ModuleName:
+        """Know an outermost module; its state joins an initial snapshot that is still open."""
+        name = self.registry.name_of(module)
+        if name is None:
+            name = self.registry.add_root(module)
+            for parameter in module.parameters():
+                self._forward_order.setdefault(id(parameter), len(self._forward_order))
+            if self._initial is not None:
+                self._take_state(self._initial, self._has_initial)
+        return name
+
+    def parameter_name(self, parameter: torch.Tensor) -> tuple[str, str] | None:
+        """Return (root, path) of a parameter, None where it is not known."""
+        return self.registry.parameter_name(parameter)
+
+    def rank_in_forward(self, parameter: torch.Tensor) -> int:
+        """Return a number that grows along the forward pass, as far as registration shows it."""
+        return self._forward_order.get(id(parameter), -1)
+
+    def enter_forward(self, is_training: bool) -> None:
+        """An outermost module is about to be called."""
+        with self._lock:
+            if is_training and torch.is_grad_enabled():
+                self._claim()
+            if not self.optimizers.depth:  # a closure's forward belongs to the step that runs it
+                if self._stepped:
+                    self._open_next()
+                if is_training and self._closing is not None:
+                    self._close_step()
+            builder = self.current
+            if is_training:
+                self._begin_initial(builder)
+            if is_training:
+                builder.has_training_forward = True
+            self._record_generators(builder)
+
+    def enter_optimizer(self, has_closure: bool) -> StepBuilder:
+        """An optimizer is about to step; return the step that it belongs to."""
+        with self._lock:
+            self._claim()
+            if self._closing is not None and not self.current.has_training_forward:
+                return self._closing
+            builder = self.current
+            if not has_closure:  # its forward comes first otherwise, and tells the modules' names
+                self._begin_initial(builder)
+                self._record_generators(builder)
+            return builder
+
+    def leave_optimizer(self) -> None:
+        """An optimizer has stepped."""
+        if self._closing is not None and not self.current.has_training_forward:
+            return
+        self._stepped = True
+        if self.current.is_kept and self._held is None:
+            self._held = _Held(self)
+
+    # --- the course of steps
+
+    def _is_kept(self, step: int) -> bool:
+        first, last = self._steps
+        return (first is None or step >= first) and (last is None or step < last) and step % self._every == 0
+
+    def _new_step(self, step: int) -> StepBuilder:
+        return StepBuilder(step, StepKind.STEP, self._is_kept(step), self._digesters)
+
+    def _claim(self) -> None:
+        """Open the file when the program is seen to train."""
+        if self._trouble is not None and self._is_strict:
+            raise self._trouble
+        if self._writer is not None or not self.is_active:
+            return
+        try:
+            store = self._open_store()
+        except BitcheckError as error:
+            self._trouble = error
+            self.detach()
+            self._on_trouble(error)
+            if self._is_strict:
+                raise
+            return
+        self._writer = StepWriter(store, self._fail)
+        self._on_first_step()
+
+    def _fail(self, error: BitcheckError) -> None:
+        """Stop recording, let the training go on; called by the writer's thread."""
+        self._trouble = error
+        if not self._is_strict:
+            self.is_active = False
+            self._held = None
+        self._on_trouble(error)
+
+    def _begin_initial(self, builder: StepBuilder) -> None:
+        if self._has_initial or not builder.is_kept:
+            return
+        self._initial = StepBuilder(builder.step - 1, StepKind.INITIAL, True, self._digesters)
+        self._take_state(self._initial, self._has_initial)
+        self._has_initial.add(("", "", ""))
+
+    def _open_next(self) -> None:
+        """The step is over but for its end state; what comes belongs to the next."""
+        self._closing = self.current
+        self._stepped = False
+        self.current = self._new_step(self._closing.step + 1)
+        self.num_steps += 1
+
+    def _close_step(self) -> None:
+        """Take the end state and hand the step to the writer."""
+        builder = self._closing
+        if builder is None:
+            return
+        self._closing = None
+        self._held = None
+        if builder.is_kept:
+            self._take_state(builder, set())
+            self._submit(builder)
+        self.modules.forget()
+
+    def _submit(self, builder: StepBuilder) -> None:
+        if self._writer is None:
+            return
+        if self._initial is not None:
+            self._writer.put(self._initial)
+            self._initial = None
+        self._writer.put(builder)
+
+    def _finish(self) -> None:
+        """The program ends, well or not: what is left is a fragment."""
+        if self._stepped:
+            self._open_next()
+        self._close_step()
+        rest = self.current
+        self._record_generators(rest)
+        if self.level is not Level.STATE:
+            self._note_uncalled(rest)
+        if rest.is_kept:
+            rest.record.kind = StepKind.FRAGMENT
+            self._submit(rest)
+
+    def _record_generators(self, builder: StepBuilder) -> None:
+        if builder.has_rng or not builder.is_kept:
+            return
+        builder.has_rng = True
+        for name, state in generator_states():
+            builder.add_bytes(Site(Phase.RNG, "", name, "state"), state)
+
+    def _take_state(self, builder: StepBuilder, taken: set[tuple[str, str, str]]) -> None:
+        """Record parameters, buffers, optimizer state and tracked tensors that `taken` lacks."""
+        held = self._held
+        if held is not None and held.is_last_chance:
+            tensors, holdings = held.tensors, held.holdings
+        else:
+            tensors, holdings = self.living_tensors(), self.optimizers.holdings()
+        states = self.optimizers.states(holdings)
+        sites = []
+        for phase, root, path, tensor in tensors:
+            key = (phase.value, root, path)
+            if key not in taken:
+                taken.add(key)
+                sites.append((Site(phase, root, path, "value"), tensor))
+        builder.add_tensors(sites)
+        sites = []
+        for root, path, slot, value in states:
+            key = (f"{Phase.OPTIM}:{slot}", root, path)
+            if key in taken:
+                continue
+            taken.add(key)
+            site = Site(Phase.OPTIM, root, path, slot, builder.count(Phase.OPTIM, root, path, slot, False))
+            if isinstance(value, torch.Tensor):
+                sites.append((site, value))
+            else:
+                builder.add_value(site, value)
+        builder.add_tensors(sites)
+        for name, tracked in self._tracked.items():
+            key = (Phase.EXTRA.value, "", name)
+            if key not in taken:
+                taken.add(key)
+                found = named_tensors(tracked() if callable(tracked) else tracked, "value")
+                builder.add_tensors([(Site(Phase.EXTRA, "", name, slot), tensor) for slot, tensor in found])
+
+    def living_tensors(self) -> list[tuple[Phase, str, str, torch.Tensor]]:
+        """Return (phase, root, path, tensor) of every parameter and buffer that is in memory."""
+        found = [
+            (Phase.PARAM if is_parameter else Phase.BUFFER, root, path, tensor)
+            for root, path, tensor, is_parameter in self.registry.tensors()
+            if not nn.parameter.is_lazy(tensor)
+        ]
+        found += [(Phase.PARAM, root, path, tensor) for root, path, tensor in self.optimizers.free_parameters()]
+        return found
+
+    def _note_uncalled(self, builder: StepBuilder) -> None:
+        """Say which modules with parameters of their own were never seen to run."""
+        called = self.modules.called
+        missed = [
+            path or root
+            for root, path, module in self.registry.modules()
+            if (root, path) not in called and any(parameter is not None for parameter in module._parameters.values())
+        ]
+        if missed:
+            named = ", ".join(missed[:4]) + (f" and {len(missed) - 4} more" if len(missed) > 4 else "")
+            builder.miss(f"modules whose own call was not seen (compiled, used as functions, or unused): {named}",
+                         len(missed))  # fmt: skip
+
+
+class _Held:
+    """Keeps the state alive from an optimizer's step until it is taken, no longer.
+
+    A program may end, or drop its model, right after its last step. What is kept is the tensors,
+    not the modules or the optimizers: when one of those goes, the state is taken at that moment and
+    let go.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.tensors = recorder.living_tensors()
+        self.holdings = recorder.optimizers.holdings()
+        self.is_last_chance = False
+        self._recorder = weakref.ref(recorder)
+        modules = [module for _, reference in recorder.registry.roots if (module := reference()) is not None]
+        self._watched = [
+            weakref.ref(holder, self._gone)
+            for holder in [*modules, *recorder.optimizers.living()]
+            if not isinstance(holder, nn.Module) or any(True for _ in holder.parameters())
+        ]
+
+    def _gone(self, _: object) -> None:
+        recorder = self._recorder()
+        if recorder is None or recorder._held is not self or not recorder.is_active:
+            return
+        self.is_last_chance = True
+        if recorder._stepped:
+            recorder._open_next()
+        recorder._close_step()
+
+
+def _tell(error: BitcheckError) -> None:
+    print(f"bitcheck: {error}\nbitcheck: recording has stopped; the program goes on.", file=sys.stderr, flush=True)

@@ -1,0 +1,202 @@
+"""`bitcheck.record`: record a training program from inside it.
+
+    with bitcheck.record("runs/a", model=model, optimizer=optimizer) as rec:
+        rec.track("ema", lambda: ema.shadow)
+        for batch in data:
+            ...
+            optimizer.step()
+            rec.step()
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from bitcheck.environment import fingerprint
+from bitcheck.errors import RecordingError, UsageError
+from bitcheck.events import Level
+from bitcheck.hooks.recorder import Recorder, Trackable, active_recorder
+from bitcheck.run import create_run, open_run, rank_path, update_run
+from bitcheck.settings import parse_leaves, parse_steps
+from bitcheck.store import RankWriter
+
+RANK_VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+                  ("PMI_RANK", "PMI_SIZE"))  # fmt: skip
+"""Environment variables in which launchers say a process's rank and the number of ranks."""
+
+_PATIENCE_S = 60.0
+"""How long another rank waits for rank 0 to make the run's folder."""
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks, (0, 1) outside a parallel job."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    for rank, size in RANK_VARIABLES:
+        if os.environ.get(rank, "").isdigit() and os.environ.get(size, "").isdigit():
+            return int(os.environ[rank]), int(os.environ[size])
+    return 0, 1
+
+
+def leaf_limit_bytes(leaves: str | int) -> int | None:
+    """Return up to how many bytes a tensor keeps its leaf digests: None for any, 0 for none."""
+    parsed = parse_leaves(leaves) if isinstance(leaves, str) else leaves
+    if isinstance(parsed, int):
+        return parsed
+    return None if parsed == "all" else 0
+
+
+class Recording:
+    """A run that is being recorded from inside the program; made by `record`."""
+
+    def __init__(self, folder: Path, recorder: Recorder, is_first_rank: bool, model: nn.Module | None) -> None:
+        self.path = folder
+        self._recorder = recorder
+        self._is_first_rank = is_first_rank
+        self._model = model
+
+    def __enter__(self) -> Recording:
+        self._recorder.start(self._model, search_optimizers=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        failed = kind is not None and not (kind is SystemExit and not getattr(error, "code", None))
+        self._recorder.stop("failed" if failed else "complete")
+        if not self._is_first_rank:
+            return
+        complete = not failed and self._recorder.trouble is None
+        status = {"status": "complete" if complete else "failed", "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        try:
+            update_run(self.path, **status)
+        except RecordingError as trouble:
+            if self._recorder.trouble is None:
+                print(f"bitcheck: {trouble}", file=sys.stderr, flush=True)
+
+    def step(self) -> None:
+        """End the step here; call it after the optimizer stepped.
+
+        Where it is left out, a step ends at the first forward after the optimizer's step. It has no
+        effect where an optimizer is known and did not step, as when a GradScaler skips one.
+        """
+        self._recorder.step()
+
+    def track(self, name: str, tensors: Trackable | Callable[[], Any]) -> None:
+        """Record more tensors at the end of every step: an average of the weights, a loader's state.
+
+        `tensors` is a tensor, a (nested) mapping or sequence of tensors, or a callable that returns
+        one; the callable is asked when the state is taken.
+        """
+        self._recorder.track(name, tensors)
+
+
+def record(
+    path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    optimizer: Optimizer | list[Optimizer] | None = None,
+    *,
+    level: str = "module",
+    start_step: int | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    steps: str | None = None,
+    every: int = 1,
+    leaves: str | int = 2**20,
+    strict: bool = False,
+    overwrite: bool = False,
+) -> Recording:
+    """Return a context manager that records the training inside it into the folder `path`.
+
+    `model` and `optimizer` may be left out: modules are known from their first call, optimizers are
+    looked up. `level` is `state`, `module` or `op`. `start_step` is the number of the first step, for
+    a resumed run. `rank` and `world_size` come from torch.distributed or the launcher's environment.
+    `steps` ("A:B") and `every` limit what is kept and paid; `leaves` is `all`, `none` or the size up
+    to which a tensor keeps the digests of its pieces. With `strict` a recording that fails makes the
+    program fail. Every rank calls this with the same path.
+
+    Raises RecordingError where the folder is in use or cannot be written, UsageError for arguments
+    that make no sense.
+    """
+    folder = Path(path)
+    try:
+        wanted = Level(level)
+    except ValueError:
+        raise UsageError(f"level {level!r}: expected one of {', '.join(Level)}") from None
+    if every < 1:
+        raise UsageError(f"every={every}: expected 1 or more")
+    kept: tuple[int | None, int | None] = parse_steps(steps) if steps is not None else (None, None)
+    limit = leaf_limit_bytes(leaves)
+    own_rank, ranks = rank_and_world_size()
+    own_rank = own_rank if rank is None else rank
+    ranks = max(ranks if world_size is None else world_size, own_rank + 1)
+    if own_rank == 0:
+        info = {"command": [sys.executable, *sys.argv], "cwd": os.getcwd(), "level": str(wanted), "world_size": ranks}
+        info |= {"start_step": start_step, "leaves": leaves, "steps": steps, "every": every, "recorder": "record"}
+        create_run(folder, info, overwrite)
+
+    def open_store() -> RankWriter:
+        run_id = _wait_for_run(folder)
+        return RankWriter(
+            rank_path(folder, own_rank),
+            rank=own_rank,
+            world_size=ranks,
+            level=wanted,
+            run_id=run_id,
+            leaf_limit_bytes=limit,
+        )
+
+    def describe() -> None:
+        if own_rank == 0:
+            update_run(folder, environment=fingerprint())
+
+    recorder = Recorder(
+        open_store,
+        level=wanted,
+        start_step=start_step or 0,
+        steps=kept,
+        every=every,
+        is_strict=strict,
+        on_first_step=describe,
+    )
+    given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or []
+    for one in given:
+        recorder.optimizers.add(one)
+    return Recording(folder, recorder, own_rank == 0, model)
+
+
+def _wait_for_run(folder: Path) -> str:
+    """Return the run's id, as soon as rank 0 has made its folder."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            with open_run(folder, allow_missing_ranks=True) as run:
+                return run.run_id
+        except Exception as error:
+            if time.monotonic() > deadline:
+                raise RecordingError(
+                    f"{folder}: no run.json after {_PATIENCE_S:.0f} s; rank 0 makes it: {error}\n"
+                    "Give every rank the same path, on a file system that all of them see."
+                ) from None
+        time.sleep(0.05)
+
+
+def track(name: str, tensors: Trackable | Callable[[], Any]) -> None:
+    """Record more tensors at the end of every step; without effect where nothing is being recorded.
+
+    For programs that are run by `bitcheck run`: see `Recording.track`.
+    """
+    recorder = active_recorder()
+    if recorder is not None:
+        recorder.track(name, tensors)

@@ -1,0 +1,71 @@
+"""The thread that writes finished steps, so that a slow disk does not slow the training.
+
+A bounded queue: where the disk cannot keep up the training waits, nothing is lost. The first error
+stops the writing for good and is told once.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from bitcheck.errors import BitcheckError, RecordingError
+from bitcheck.events import StepRecord
+from bitcheck.hooks.steps import StepBuilder
+
+MAX_WAITING_STEPS = 4
+"""Steps that may wait for the disk before the training does."""
+
+
+class Store(Protocol):
+    """What a step is written to: `bitcheck.store.RankWriter`."""
+
+    def append(self, record: StepRecord) -> None:
+        """Write one step and flush it."""
+
+    def close(self, status: str) -> None:
+        """End the file."""
+
+
+class StepWriter:
+    """Writes steps in the order in which they are handed over."""
+
+    def __init__(self, store: Store, on_error: Callable[[BitcheckError], None]) -> None:
+        self._store = store
+        self._on_error = on_error
+        self._queue: queue.Queue[StepBuilder | None] = queue.Queue(MAX_WAITING_STEPS)
+        self.error: BitcheckError | None = None
+        self._thread = threading.Thread(target=self._run, name="bitcheck-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, builder: StepBuilder) -> None:
+        """Hand a step over; waits while the queue is full."""
+        if self.error is None:
+            self._queue.put(builder)
+
+    def close(self, status: str) -> None:
+        """Write what waits and end the file with `status`; a file that lost steps ends as `failed`."""
+        self._queue.put(None)
+        self._thread.join()
+        try:
+            self._store.close("failed" if self.error is not None else status)
+        except BitcheckError as error:
+            if self.error is None:
+                self._fail(error)
+
+    def _run(self) -> None:
+        while (builder := self._queue.get()) is not None:
+            if self.error is not None:
+                continue
+            try:
+                self._store.append(builder.finish())
+            except BitcheckError as error:
+                self._fail(error)
+            except Exception as error:  # noqa: BLE001  whatever it is, the training must go on and the user must know
+                self._fail(RecordingError(f"writing a step failed: {type(error).__name__}: {error}"))
+
+    def _fail(self, error: BitcheckError) -> None:
+        self.error = error
+        self._on_error(error)
