@@ -6,6 +6,7 @@
     |   |-- NotARun               no run there: missing, another program's files, a text file
     |   |-- BrokenRun             cut, edited, or inconsistent with its own roots and chain
     |   `-- FutureRun             written by a later version of bitcheck
+    |-- UnreadableFile          a file of tensors is damaged, or holds more than tensors
     |-- RecordingError            a run cannot be written: folder in use, disk full, folder removed
     |-- DigestError               a tensor has no bytes to digest (meta, uninitialised)
     |-- Incomparable              two runs share nothing that can be compared
@@ -43,6 +44,10 @@ class BrokenRun(RunError):
 
 class FutureRun(RunError):
     """The run was written in a schema or digest version that this bitcheck does not know."""
+
+
+class UnreadableFile(BitcheckError):
+    """A .safetensors or .pt file could not be read: damaged, of another kind, or with code in it."""
 
 
 class RecordingError(BitcheckError):

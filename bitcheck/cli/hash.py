@@ -1,0 +1,93 @@
+"""`bitcheck hash`: the digests of the tensors in checkpoint files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from bitcheck.digest import DIGEST_VERSION
+
+if TYPE_CHECKING:
+    from bitcheck.hashing import HashedFile
+
+
+@click.command("hash")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (schema bitcheck.hash/1) instead of a table.")
+def command(files: tuple[Path, ...], as_json: bool) -> None:
+    """Print the digest of each tensor in .safetensors and .pt files.
+
+    A digest covers the tensor's dtype, shape and exact bits, and is the number that a run holds for
+    the same tensor (`bitcheck show RUN`), so a checkpoint can be compared with a run, or two
+    checkpoints with each other. Nested dicts and lists of a .pt file give dotted names. A .pt file
+    is read with weights_only=True: one that holds code is refused.
+
+    \b
+    bitcheck hash model.safetensors
+    bitcheck hash --json checkpoint.pt
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from bitcheck.hashing import hash_file
+
+    stderr = Console(stderr=True)
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+        task = progress.add_task("hashing", total=sum(path.stat().st_size for path in files if path.is_file()))
+        hashed = [hash_file(path, lambda tensor: progress.advance(task, tensor.num_bytes)) for path in files]
+    if as_json:
+        click.echo(json.dumps(as_document(hashed), indent=1))
+    else:
+        print_tables(hashed)
+
+
+def as_document(hashed: list[HashedFile]) -> dict[str, object]:
+    """Return the files as schema bitcheck.hash/1 has them."""
+    return {
+        "schema": "bitcheck.hash/1",
+        "digest_version": DIGEST_VERSION,
+        "files": [
+            {
+                "path": str(file.path),
+                "format": file.format,
+                "tensors": [
+                    {
+                        "name": tensor.name,
+                        "dtype": tensor.dtype,
+                        "shape": list(tensor.shape),
+                        "bytes": tensor.num_bytes,
+                        "digest": tensor.digest.hex(),
+                    }
+                    for tensor in file.tensors
+                ],
+                "other_values": file.num_other_values,
+            }
+            for file in hashed
+        ],
+    }
+
+
+def print_tables(hashed: list[HashedFile]) -> None:
+    """Print a table a file; names last and whole, however long, also into a pipe."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(soft_wrap=True)
+    for file in hashed:
+        table = Table(box=None, pad_edge=False, title=Text(str(file.path)), title_justify="left", title_style="bold")
+        for heading, justify in (("digest", "left"), ("dtype", "left"), ("shape", "left"), ("bytes", "right")):
+            table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column("name", overflow="fold")
+        for tensor in file.tensors:
+            shape = ",".join(map(str, tensor.shape))
+            cells = (tensor.digest.hex(), tensor.dtype, f"[{shape}]", f"{tensor.num_bytes:,}", tensor.name)
+            table.add_row(*map(Text, cells))
+        width = console.width if console.is_terminal else max(console.width, console.measure(table).maximum)
+        console.print(table, width=width, crop=False)
+        others = f", {file.num_other_values:,} other values not digested" if file.num_other_values else ""
+        num_bytes = sum(tensor.num_bytes for tensor in file.tensors)
+        console.print(Text(f"{len(file.tensors):,} tensors, {num_bytes:,} bytes{others}"))
