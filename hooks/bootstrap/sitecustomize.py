@@ -17,17 +17,24 @@ to nothing, keeps to syntax of 2016, and never fails a program.
 import os
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
 VARIABLE = "BITCHECK_ATTACH"
 
 
 class _TorchFinder(object):  # noqa: UP004
     """Lets the other finders find `torch`, and calls `then` when its import has ended."""
 
-    def __init__(self, then):  # type: ignore[no-untyped-def]
+    def __init__(self, then: "Callable[[], None]") -> None:
         self._then = then
         self._is_asking = False
 
-    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+    def find_spec(self, name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
         if name != "torch" or self._is_asking:
             return None
         import importlib.util
@@ -37,12 +44,12 @@ class _TorchFinder(object):  # noqa: UP004
             spec = importlib.util.find_spec(name)
         finally:
             self._is_asking = False
-        loader = getattr(spec, "loader", None)
-        if loader is None:
+        if spec is None or spec.loader is None:
             return spec
+        loader = spec.loader
         exec_module = loader.exec_module
 
-        def exec_then_attach(module):  # type: ignore[no-untyped-def]
+        def exec_then_attach(module: "ModuleType") -> None:
             # Where the import fails, this finder stays: the program may catch that and try again.
             exec_module(module)
             vars(loader).pop("exec_module", None)
@@ -55,7 +62,7 @@ class _TorchFinder(object):  # noqa: UP004
         return spec
 
 
-def _import_bitcheck(home):  # type: ignore[no-untyped-def]
+def _import_bitcheck(home: str) -> None:
     """Import bitcheck from the folder `home`, whether or not that is on the program's path."""
     if "bitcheck" in sys.modules:
         return
@@ -64,6 +71,8 @@ def _import_bitcheck(home):  # type: ignore[no-untyped-def]
     spec = importlib.util.spec_from_file_location(
         "bitcheck", os.path.join(home, "__init__.py"), submodule_search_locations=[home]
     )
+    if spec is None or spec.loader is None:
+        raise ImportError("no bitcheck in %s" % home)
     module = importlib.util.module_from_spec(spec)
     sys.modules["bitcheck"] = module
     try:
@@ -73,11 +82,11 @@ def _import_bitcheck(home):  # type: ignore[no-untyped-def]
         raise
 
 
-def _attach():  # type: ignore[no-untyped-def]
+def _attach() -> None:
     """Hand the process over to bitcheck; a program is never failed by it."""
     import json
 
-    settings = {}
+    settings = {}  # type: dict[str, Any]
     try:
         settings = json.loads(os.environ[VARIABLE])
         _import_bitcheck(settings["home"])
@@ -88,7 +97,7 @@ def _attach():  # type: ignore[no-untyped-def]
         _tell_once(settings, error)
 
 
-def _tell_once(settings, error):  # type: ignore[no-untyped-def]
+def _tell_once(settings: "dict[str, Any]", error: Exception) -> None:
     """Say in one sentence that the program runs unrecorded, from the first process that finds out."""
     import json
 
@@ -114,7 +123,7 @@ def _tell_once(settings, error):  # type: ignore[no-untyped-def]
         sys.stderr.write("bitcheck: the program runs unrecorded: %s\n" % reason)
 
 
-def _enter():  # type: ignore[no-untyped-def]
+def _enter() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if entry != here]
     sys.path_importer_cache.pop(here, None)

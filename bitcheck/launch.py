@@ -1,0 +1,325 @@
+"""Start a program with bitcheck inside, wait for it, and pass its end through.
+
+The child gets two variables: the settings, and a PYTHONPATH that begins with the folder of
+`hooks/bootstrap/sitecustomize.py`. Everything else is the user's: standard streams and other open
+files, working directory, process group, signals that were ignored, exit status.
+
+Signals. What a terminal sends (Ctrl-C, Ctrl-backslash) goes to the whole foreground group, so the
+child has it already and the launcher only waits. What is sent to one process (SIGTERM, SIGHUP,
+SIGUSR1, SIGUSR2: schedulers, `kill`) is passed on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, NamedTuple
+
+import bitcheck
+from bitcheck.errors import BitcheckError, RecordingError
+from bitcheck.ranks import Placement, launched_as
+from bitcheck.settings import VARIABLE, Options, Settings
+
+EXIT_NOT_EXECUTABLE = 126
+EXIT_NOT_FOUND = 127
+"""As `env` and shells end where there is no such program."""
+
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_SHARED = (signal.SIGINT, signal.SIGQUIT)
+_KILLS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU})
+"""Signals by which somebody else ended the program; the others are its own doing, or its user's."""
+_JOIN_TIMEOUT_S = 60.0
+
+Stream = IO[Any] | int | None
+
+
+class Ending(NamedTuple):
+    """How a program ended."""
+
+    exit_status: int
+    """0 to 255; 128 + the signal's number where a signal ended it."""
+
+    @property
+    def status(self) -> str:
+        """Return `complete`, `failed` or `killed`."""
+        if self.exit_status == 0:
+            return "complete"
+        return "killed" if self.exit_status - 128 in _KILLS else "failed"
+
+
+class ProgramNotFound(BitcheckError):
+    """There is no such program, or it cannot be executed; `exit_status` is what a shell would say."""
+
+    def __init__(self, message: str, exit_status: int) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
+
+
+def package_folder() -> Path:
+    """Return the absolute folder of the package `bitcheck`."""
+    return Path(os.path.abspath(bitcheck.__file__)).parent
+
+
+def attached_environment(settings: Settings, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return `variables` with what makes every Python process below read `settings`."""
+    bootstrap = str(package_folder() / "hooks" / "bootstrap")
+    path = variables.get("PYTHONPATH", "")
+    entries = [entry for entry in path.split(os.pathsep) if entry != bootstrap] if path else []
+    return {**variables, VARIABLE: settings.to_json(), "PYTHONPATH": os.pathsep.join([bootstrap, *entries])}
+
+
+def find_program(command: Sequence[str]) -> None:
+    """Raise ProgramNotFound where `command` cannot be started, with what to look at."""
+    name = command[0]
+    if shutil.which(name) is not None:
+        return
+    if os.sep in name and os.path.isfile(name):
+        message = f"{name} is not executable.\nGive the interpreter: python {shlex.join(command)}"
+        raise ProgramNotFound(message, EXIT_NOT_EXECUTABLE)
+    hint = f"python {name}" if os.path.isfile(name) else "a name on PATH, or the path of a file"
+    raise ProgramNotFound(f"there is no program {name!r}; nothing was run.\nExpected: {hint}", EXIT_NOT_FOUND)
+
+
+def run_program(
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    *,
+    stdin: Stream = None,
+    stdout: Stream = None,
+    stderr: Stream = None,
+) -> Ending:
+    """Run `command` to its end, with `variables` for its environment.
+
+    Raises ProgramNotFound where it cannot be started.
+    """
+    child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if child is None:
+            early.append(number)
+        else:
+            child.send_signal(number)
+
+    def wait_for_child(number: int, frame: FrameType | None) -> None:
+        pass  # the child has it from the terminal
+
+    with _handlers({**dict.fromkeys(_FORWARDED, forward), **dict.fromkeys(_SHARED, wait_for_child)}):
+        try:
+            # close_fds: what the shell handed down (`3>log`, `<(command)`) is the program's; ours are close-on-exec.
+            child = subprocess.Popen(command, env=variables, stdin=stdin, stdout=stdout, stderr=stderr, close_fds=False)
+        except FileNotFoundError:
+            raise ProgramNotFound(f"there is no program {command[0]!r}; nothing was run.", EXIT_NOT_FOUND) from None
+        except OSError as error:
+            message = f"{command[0]} cannot be executed: {error.strerror}."
+            raise ProgramNotFound(message, EXIT_NOT_EXECUTABLE) from None
+        for number in early:
+            child.send_signal(number)
+        code = child.wait()
+    return Ending(128 - code if code < 0 else code)
+
+
+@contextmanager
+def _handlers(handlers: Mapping[int, Any]) -> Iterator[None]:
+    """Set signal handlers; a signal that was ignored (`nohup`) stays so, here and in the child."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in handlers}
+    try:
+        for number, handler in handlers.items():
+            if before[number] not in (signal.SIG_IGN, None):
+                signal.signal(number, handler)
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler not in (signal.SIG_IGN, None):
+                signal.signal(number, handler)
+
+
+def record_program(
+    command: Sequence[str],
+    folder: Path,
+    options: Options,
+    *,
+    overwrite: bool = False,
+    stdin: Stream = None,
+    stdout: Stream = None,
+    stderr: Stream = None,
+) -> Ending:
+    """Run `command` and record it into `folder`; return how it ended.
+
+    Where the launcher itself was launched once a rank (`srun bitcheck run ...`), rank 0's makes the
+    folder and the others join it. Raises RecordingError where the folder cannot be made or joined,
+    ProgramNotFound where there is no such program.
+    """
+    from bitcheck.run import create_run
+
+    find_program(command)
+    folder = Path(os.path.abspath(folder))
+    placement = launched_as(os.environ)
+    is_first = placement is None or placement.rank == 0
+    if is_first:
+        run_id = secrets.token_hex(8)
+        create_run(folder, _run_info(command, run_id, options, placement), overwrite=overwrite)
+    else:
+        assert placement is not None
+        run_id = join_run(folder, placement.job)
+    with tempfile.TemporaryDirectory(prefix="bitcheck-", ignore_cleanup_errors=True) as words:
+        settings = Settings(str(folder), str(package_folder()), words, run_id, options)
+        try:
+            ending = run_program(
+                command, attached_environment(settings, os.environ), stdin=stdin, stdout=stdout, stderr=stderr
+            )
+        except ProgramNotFound:
+            if is_first:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        told = read_words(Path(words))
+    _finish_run(folder, ending, told, options, is_first)
+    return ending
+
+
+def _finish_run(folder: Path, ending: Ending, told: Sequence[Word], options: Options, is_first: bool) -> None:
+    """Write down how the run ended, and tell the user what went unrecorded."""
+    from bitcheck.run import update_run, utc_now
+
+    notes = summarise_words(told, options)
+    for note in notes:
+        # What failed was said when it did, by the process in which it did.
+        if note.is_news:
+            print(f"bitcheck: {note.text}", file=sys.stderr)
+    changes: dict[str, Any] = {}
+    if notes:
+        changes["notes"] = [note.text for note in notes]
+    sizes = [int(word["world_size"]) for word in told if word.get("what") == "claimed"]
+    if sizes:
+        changes["world_size"] = max(sizes)
+    if is_first:
+        changes |= {"status": ending.status, "exit_status": ending.exit_status, "ended": utc_now()}
+    elif ending.exit_status:
+        changes |= {"status": ending.status, "exit_status": ending.exit_status}
+    try:
+        if changes:
+            update_run(folder, **changes)
+    except BitcheckError as error:
+        print(f"bitcheck: the end of the run is not written down: {error}", file=sys.stderr)
+
+
+def _run_info(command: Sequence[str], run_id: str, options: Options, placement: Placement | None) -> dict[str, Any]:
+    return {
+        "run_id": run_id,
+        "command": list(command),
+        "level": options.level,
+        "world_size": placement.world_size if placement is not None else 1,
+        "start_step": options.start_step,
+        "leaves": options.leaves,
+        "steps": options.steps,
+        "every": options.every,
+        "recorder": "run",
+        "job": placement.job if placement is not None else "",
+    }
+
+
+def join_run(folder: Path, job: str, timeout_s: float = _JOIN_TIMEOUT_S) -> str:
+    """Wait for the run that rank 0's launcher of the same job makes; return its id.
+
+    Raises RecordingError where none appears within `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            info = json.loads((folder / "run.json").read_bytes())
+            if info["status"] == "recording" and info["job"] == job:
+                return str(info["run_id"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # not there yet, or an older run that rank 0 is about to replace
+        if time.monotonic() > deadline:
+            raise RecordingError(
+                f"{folder}: rank 0 made no run here within {timeout_s:g} s; this rank would be lost.\n"
+                "Give all ranks the same folder, on a disk that all of them see."
+            )
+        time.sleep(0.05)
+
+
+Word = Mapping[str, Any]
+"""What a process left: `bitcheck.hooks.attach` lists the kinds."""
+
+
+class Note(NamedTuple):
+    """A sentence for run.json."""
+
+    text: str
+    is_news: bool
+    """The user has not been told of it yet."""
+
+
+def read_words(folder: Path) -> list[Word]:
+    """Return what the processes of a run left word of, process by process."""
+    words = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text(encoding="ascii", errors="replace").splitlines():
+            try:
+                word = json.loads(line)
+            except ValueError:
+                continue  # cut off by the end of its process
+            words.append(word)
+    return words
+
+
+def summarise_words(words: Sequence[Word], options: Options) -> list[Note]:
+    """Return what the user must know of a run beside its steps."""
+    by_kind: defaultdict[str, list[Word]] = defaultdict(list)
+    for word in words:
+        by_kind[word["what"]].append(word)
+    notes = []
+    for rank, count in sorted(Counter(word["rank"] for word in by_kind["refused"]).items()):
+        who = "one more process" if count == 1 else f"{count} more processes"
+        text = f"{who} of rank {rank} trained and went unrecorded: a run has one process a rank, the first that trains."
+        notes.append(Note(text, True))
+    unattached = sorted({f"the program ran unrecorded: {word['reason']}" for word in by_kind["unattached"]})
+    failed = sorted({str(word["reason"]) for word in by_kind["failed"]})
+    notes += [Note(text, False) for text in (*unattached, *failed)]
+    if not unattached and not failed and (reason := _why_nothing(by_kind, options)):
+        notes.append(Note(f"nothing was recorded: {reason}", True))
+    return notes
+
+
+def _why_nothing(by_kind: Mapping[str, Sequence[Word]], options: Options) -> str:
+    """Return why no step was recorded, "" where one was."""
+    if not by_kind["attached"]:
+        return (
+            "no Python process that imports torch was seen. Either the program never imports it, or its Python "
+            "ignores PYTHONPATH (python -I, python -E) or got an environment of its own (env -i, ssh, a container)."
+        )
+    if not by_kind["claimed"]:
+        return (
+            "the program imports torch, but no torch.nn.Module ran with gradients enabled and no "
+            "torch.optim.Optimizer stepped."
+        )
+    if not by_kind["stepped"]:
+        return (
+            "modules ran, but no torch.optim.Optimizer stepped, so no step ended. An optimizer that is not "
+            "PyTorch's is recorded by bitcheck.record(...) and its step()."
+        )
+    ended = by_kind["ended"]
+    if ended and not any(word["kept"] for word in ended):
+        asked = " ".join(
+            [f"--steps {options.steps}"] * bool(options.steps) + [f"--every {options.every}"] * (options.every > 1)
+        )
+        return f"the program took {max(word['taken'] for word in ended)} steps, none of those of {asked}."
+    return ""
