@@ -26,7 +26,7 @@ run.json:
       "schema": "bitcheck.run/1",
       "start_step": 0,
       "started": "2026-01-31T12:00:00Z",
-      "status": "complete",                     or "recording", "failed"
+      "status": "complete",                     or "recording", "failed", "killed"
       "steps": null,                            or "A:B"
       "world_size": 2,
       "writer": {"host": "node-17", "pid": 4242, "pid_started": 183482}
@@ -324,7 +324,7 @@ def _find_problem(document: dict[str, Any]) -> str | None:
         return f"has an unknown level: {document['level'][:60]!r}"
     if not 0 < document["world_size"] <= MAX_WORLD_SIZE:
         return f"has an impossible world_size: {document['world_size']}"
-    if document["status"] not in ("recording", "complete", "failed"):
+    if document["status"] not in ("recording", "complete", "failed", "killed"):
         return f"has an unknown status: {document['status'][:60]!r}"
     environment = document["environment"]
     if not all(isinstance(value, str) for value in environment.values()):
