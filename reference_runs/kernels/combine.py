@@ -1,0 +1,84 @@
+"""Combine: the K expert outputs of a token become one row, out[t] = sum over k of y[row(t, k)].
+
+    gather   the program of token t reads its K rows in slot order k = 0 .. K - 1 and adds them in that
+             order (the loop of the kernel); one writer a token
+    atomic   the program of row r adds y[r] to out[token(r)] when it gets there
+
+Rows are sorted by expert, so a token's rows lie far apart and arrive in any order. Sums are float32.
+The backward of the dispatch (each token's row copied to its K experts) is the same sum.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+import triton
+import triton.language as tl
+
+CombineForm = Literal["gather", "atomic"]
+BLOCK = 1024
+
+
+@triton.jit
+def _gather_kernel(y_ptr, row_of_ptr, out_ptr, num_cols, stride_yr, NUM_SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(1).to(tl.int64)
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < num_cols
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for slot in tl.static_range(NUM_SLOTS):  # slot order: the order of the sum
+        row = tl.load(row_of_ptr + token * NUM_SLOTS + slot).to(tl.int64)
+        part = tl.load(y_ptr + row * stride_yr + cols, mask=mask, other=0.0).to(tl.float32)
+        total = part if slot == 0 else total + part
+    tl.store(out_ptr + token * num_cols + cols, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scatter_kernel(y_ptr, token_of_ptr, out_ptr, num_cols, stride_yr, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < num_cols
+    token = tl.load(token_of_ptr + row).to(tl.int64)
+    part = tl.load(y_ptr + row * stride_yr + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.atomic_add(out_ptr + token * num_cols + cols, part, mask=mask, sem="relaxed")
+
+
+def combine(
+    y: torch.Tensor, row_of: torch.Tensor, *, form: CombineForm, out_dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """Return out [T, D] from the expert rows `y` [T K, D] (bfloat16 or float32).
+
+    `row_of` int32 or int64 [T, K], contiguous: the row of y that holds slot k of token t; together the
+    slots name every row once. Raises ValueError for an unknown `form` or shapes that do not fit.
+    """
+    if form not in get_args(CombineForm):
+        raise ValueError(f"moe.combine: unknown form {form!r}; expected one of {', '.join(get_args(CombineForm))}")
+    num_tokens, num_slots = row_of.shape
+    num_rows, num_cols = y.shape
+    if num_rows != num_tokens * num_slots or not row_of.is_contiguous() or (num_cols > 1 and y.stride(1) != 1):
+        raise ValueError(f"y {tuple(y.shape)}, row_of {tuple(row_of.shape)}: expected a row for each token and slot")
+    grid_cols = triton.cdiv(num_cols, BLOCK)
+    if form == "gather":
+        out = torch.empty(num_tokens, num_cols, dtype=out_dtype, device=y.device)
+        if out.numel():
+            _gather_kernel[(grid_cols, num_tokens)](
+                y, row_of, out, num_cols, y.stride(0), NUM_SLOTS=num_slots, BLOCK=BLOCK, num_warps=4
+            )
+        return out
+    total = torch.zeros(num_tokens, num_cols, dtype=torch.float32, device=y.device)
+    if total.numel():
+        # Each row is named once, so this scatter has one writer an element.
+        token_of = torch.empty(num_rows, dtype=torch.int32, device=y.device)
+        token_of[row_of.flatten()] = torch.arange(num_tokens, dtype=torch.int32, device=y.device).repeat_interleave(
+            num_slots
+        )
+        _scatter_kernel[(grid_cols, num_rows)](y, token_of, total, num_cols, y.stride(0), BLOCK=BLOCK, num_warps=4)
+    return total.to(out_dtype)
+
+
+def reference_combine(y: torch.Tensor, row_of: torch.Tensor) -> torch.Tensor:
+    """Return out [T, D] in plain PyTorch, in y's dtype, slots added in order."""
+    out = y[row_of[:, 0]]
+    for slot in range(1, row_of.shape[1]):
+        out = out + y[row_of[:, slot]]
+    return out

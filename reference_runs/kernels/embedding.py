@@ -1,0 +1,123 @@
+"""Gradient of an embedding table: dE[v] = sum of dy[t] over the positions t whose token is v.
+
+    sorted   positions are sorted by token, stably, so those of one token are in ascending order. Each
+             run of a token is cut into pieces of PIECE positions; a program sums a piece in order, and
+             one program a token sums its pieces in order. A frequent token is as parallel as a rare one
+    atomic   the program of position t adds dy[t] to dE[token(t)] when it gets there
+
+Sums are float32. Every row of the table is written; tokens that do not occur get zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+import triton
+import triton.language as tl
+
+EmbeddingForm = Literal["sorted", "atomic"]
+PIECE = 64
+UNROLL = 8
+"""Rows that are loaded at once; they are still added one after the other."""
+BLOCK = 512
+
+
+@triton.jit
+def _sum_run(rows_ptr, index_ptr, begin, end, stride_r, cols, mask, INDEXED: tl.constexpr, UNROLL: tl.constexpr):
+    """Return the float32 sum of rows begin .. end - 1 (through an index if INDEXED), ascending."""
+    total = tl.zeros(cols.shape, dtype=tl.float32)
+    for first in range(begin, end, UNROLL):  # ascending: the order of the sum
+        for step in tl.static_range(UNROLL):
+            at = first + step
+            inside = at < end
+            if INDEXED:
+                row = tl.load(index_ptr + at, mask=inside, other=0).to(tl.int64)
+            else:
+                row = tl.cast(at, tl.int64)
+            part = tl.load(rows_ptr + row * stride_r + cols, mask=mask & inside, other=0.0).to(tl.float32)
+            total = tl.where(inside, total + part, total)
+    return total
+
+
+@triton.jit
+def _piece_kernel(
+    dy_ptr, order_ptr, piece_begin_ptr, piece_end_ptr, pieces_ptr, num_cols, stride_dr,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    piece = tl.program_id(1)
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < num_cols
+    begin = tl.load(piece_begin_ptr + piece)
+    end = tl.load(piece_end_ptr + piece)
+    total = _sum_run(dy_ptr, order_ptr, begin, end, stride_dr, cols, mask, True, UNROLL)
+    tl.store(pieces_ptr + piece.to(tl.int64) * num_cols + cols, total, mask=mask)
+
+
+@triton.jit
+def _token_kernel(pieces_ptr, first_piece_ptr, out_ptr, num_cols, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
+    token = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < num_cols
+    begin = tl.load(first_piece_ptr + token)
+    end = tl.load(first_piece_ptr + token + 1)
+    total = _sum_run(pieces_ptr, first_piece_ptr, begin, end, num_cols, cols, mask, False, UNROLL)
+    tl.store(out_ptr + token.to(tl.int64) * num_cols + cols, total, mask=mask)
+
+
+@triton.jit
+def _scatter_kernel(dy_ptr, token_ptr, out_ptr, num_cols, stride_dr, BLOCK: tl.constexpr):
+    position = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < num_cols
+    token = tl.load(token_ptr + position).to(tl.int64)
+    part = tl.load(dy_ptr + position * stride_dr + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.atomic_add(out_ptr + token * num_cols + cols, part, mask=mask, sem="relaxed")
+
+
+def embedding_backward(
+    dy: torch.Tensor, tokens: torch.Tensor, num_tokens: int, *, form: EmbeddingForm
+) -> torch.Tensor:
+    """Return dE, float32 [V, D], from `dy` [T, D] and `tokens` int64 [T], each in 0 .. V - 1 = `num_tokens` - 1.
+
+    Raises ValueError for an unknown `form` or shapes that do not fit.
+    """
+    if form not in get_args(EmbeddingForm):
+        raise ValueError(f"embedding.backward: unknown form {form!r}; expected one of sorted, atomic")
+    num_rows, num_cols = dy.shape
+    if tokens.shape != (num_rows,) or (num_cols > 1 and dy.stride(1) != 1):
+        raise ValueError(f"dy {tuple(dy.shape)}, tokens {tuple(tokens.shape)}: expected a token for each row")
+    grid_cols = triton.cdiv(num_cols, BLOCK)
+    if form == "atomic" or not num_rows:
+        out = torch.zeros(num_tokens, num_cols, dtype=torch.float32, device=dy.device)
+        if num_rows:
+            _scatter_kernel[(num_rows, grid_cols)](dy, tokens, out, num_cols, dy.stride(0), BLOCK=BLOCK, num_warps=4)
+        return out
+    sorted_tokens, order = torch.sort(tokens, stable=True)
+    starts = torch.searchsorted(sorted_tokens, torch.arange(num_tokens + 1, device=dy.device))
+    counts = starts.diff()
+    first_piece = torch.zeros(num_tokens + 1, dtype=torch.int64, device=dy.device)
+    torch.cumsum((counts + PIECE - 1) // PIECE, 0, out=first_piece[1:])
+    # Room for as many pieces as there can be, so that nothing waits for the count; unused ones are empty.
+    num_pieces = num_rows // PIECE + min(num_tokens, num_rows)
+    piece = torch.arange(num_pieces, device=dy.device)
+    token = (torch.searchsorted(first_piece, piece, right=True) - 1).clamp(max=num_tokens - 1)
+    begin = (starts[token] + (piece - first_piece[token]) * PIECE).clamp(max=num_rows)
+    end = torch.minimum(begin + PIECE, starts[token + 1])
+    pieces = torch.empty(num_pieces, num_cols, dtype=torch.float32, device=dy.device)
+    _piece_kernel[(grid_cols, num_pieces)](
+        dy, order, begin, end, pieces, num_cols, dy.stride(0), BLOCK=BLOCK, UNROLL=UNROLL, num_warps=4
+    )
+    out = torch.empty(num_tokens, num_cols, dtype=torch.float32, device=dy.device)
+    _token_kernel[(num_tokens, grid_cols)](
+        pieces, first_piece, out, num_cols, BLOCK=BLOCK, UNROLL=UNROLL, num_warps=4
+    )
+    return out
+
+
+def reference_embedding_backward(dy: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Return dE [V, D] in plain PyTorch, in dy's dtype, positions added in ascending order."""
+    out = dy.new_zeros(num_tokens, dy.shape[1])
+    for row, token in zip(dy, tokens.tolist(), strict=True):
+        out[token] += row
+    return out
