@@ -44,9 +44,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from bitcheck import __version__
 from bitcheck.digest import DIGEST_VERSION
@@ -54,7 +52,11 @@ from bitcheck.document import MAX_BYTES, ChangedDocument, DocumentError, decode_
 from bitcheck.errors import BrokenRun, FutureRun, NotARun, RecordingError
 from bitcheck.events import Level
 from bitcheck.process import is_gone, this_process
-from bitcheck.store import TAIL_ROW, RankReader
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from bitcheck.store import RankReader
 
 SCHEMA_PREFIX = "bitcheck.run/"
 SCHEMA = SCHEMA_PREFIX + "1"
@@ -211,6 +213,8 @@ class Run:
 
         Raises RunError where the file cannot be read or belongs to another run.
         """
+        from bitcheck.store import RankReader  # here: a launcher makes a run, and reads none
+
         reader = self._readers.get(rank)
         if reader is None:
             reader = RankReader(rank_path(self.path, rank))
@@ -239,6 +243,10 @@ class Run:
 
         About 0.2 ms a rank. Files that were not open are closed again.
         """
+        import numpy as np
+
+        from bitcheck.store import TAIL_ROW
+
         tails = np.zeros(len(self.ranks) if ranks is None else len(ranks), TAIL_ROW)
         for position, rank in enumerate(self.ranks if ranks is None else ranks):
             was_open = rank in self._readers

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import h5py
 import numpy as np
-from h5py import h5d, h5s
 
 from bitcheck.digest import DIGEST_BYTES, DIGEST_VERSION
-from bitcheck.document import encode_document
 from bitcheck.errors import RecordingError
 from bitcheck.events import PHASES, Event, Group, Level, Site, StepRecord
 from bitcheck.process import this_process
-from bitcheck.store.format import (
-    DATASETS,
-    NATIVE,
-    SCHEMA,
-    STATUSES,
-    STEP_ROW,
-    create_dataset,
-    row_check,
-)
+from bitcheck.store.file import WRITING_ERRORS, GrowingFile, reason_of
+from bitcheck.store.format import DATASETS, SCHEMA, STEP_ROW, row_check
 from bitcheck.store.layout import (
     CHAIN_SEED,
     Layout,
@@ -70,13 +59,8 @@ class RankWriter:
             "leaf_limit_bytes": leaf_limit_bytes,
             "writer": this_process(),
         }
-        self._file = self._create(header)
-        self._status = self._file["status"].id
-        self._columns = {name: _Column(self._file[name].id, name) for name in DATASETS}
-        # HDF5 goes on writing into a file that was removed or replaced: each append looks whether
-        # the path still leads to this one.
-        found = os.stat(self.path)
-        self._identity = (found.st_dev, found.st_ino)
+        self._file = GrowingFile(self.path, header)
+        self._columns = self._file.columns
         self._chain, self._totals = CHAIN_SEED, (0, 0, 0)
         self.num_rows = 0
         self._failure: str | None = None
@@ -98,16 +82,20 @@ class RankWriter:
         """
         if self._failure is not None:
             raise RecordingError(self._failure)
-        self._check_file()
         try:
+            self._file.size()
             self._append(record)
         except LayoutError as error:
             raise RecordingError(
                 f"{self.path}: step {record.step} cannot be written: {error}.\n"
                 "This is a mistake in what recorded the step, not in the disk: please report it."
             ) from None
-        except (OSError, RuntimeError, ValueError) as error:
-            raise self._fail(record.step, error) from None
+        except RecordingError as error:
+            self._failure = str(error)
+            self._file.let_go("failed")
+            raise
+        except WRITING_ERRORS as error:
+            raise self._fail(f"step {record.step} could not be written", error) from None
 
     def _append(self, record: StepRecord) -> None:
         events, columns = record.events, self._columns
@@ -150,7 +138,7 @@ class RankWriter:
         # written, or after a SIGKILL between the two, never finds a row whose digests are missing.
         for column in columns.values():
             column.flush()
-        row["file_bytes"] = self._check_file()
+        row["file_bytes"] = self._file.size()
         row["check"] = row_check(row)
         columns["steps"].append(row)
         columns["steps"].flush()
@@ -162,76 +150,23 @@ class RankWriter:
 
         Raises RecordingError where that cannot be written.
         """
-        if not self._file:
+        if not self._file.is_open:
             return
-        if self._failure is not None:
-            self._file.close()
-            return
-        self._check_file()
         try:
-            self._set_status(status)
-            self._file.close()
+            self._file.size()
+            self._file.close(status)
             write_seal(self.path, num_rows=self.num_rows, chain=self._chain, status=status)
-        except (OSError, RuntimeError) as error:
-            raise self._fail(None, error) from None
+        except RecordingError:
+            self._file.let_go("failed")
+            raise
+        except WRITING_ERRORS as error:
+            raise self._fail("the file could not be finished", error) from None
 
-    def _create(self, header: dict[str, Any]) -> h5py.File:
-        """Make the file under another name, start single-writer mode, and then give it its name."""
-        building = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        try:
-            # The file format of HDF5 1.10, the first with single-writer mode: whatever version writes it,
-            # all later ones read it.
-            file = h5py.File(building, "w", libver=("v110", "v110"), locking=False)
-            file.attrs["schema"] = np.bytes_(SCHEMA)
-            file.attrs["header"] = np.bytes_(encode_document(header, one_line=True))
-            file.create_dataset("status", data=np.zeros(1, np.uint8))
-            for name in DATASETS:
-                create_dataset(file, name)
-            file.swmr_mode = True
-            file.flush()
-            os.link(building, self.path)
-            os.unlink(building)
-        except FileExistsError:
-            file.close()
-            building.unlink(missing_ok=True)
-            raise RecordingError(
-                f"{self.path} exists: another recording writes or wrote it.\n"
-                "Record into another folder, or give --overwrite to replace the run."
-            ) from None
-        except OSError as error:
-            building.unlink(missing_ok=True)
-            raise RecordingError(
-                f"{self.path} cannot be created: {error.strerror or error}.\n"
-                "Check that the folder exists and has space."
-            ) from None
-        return file
-
-    def _check_file(self) -> int:
-        """Return the file's size. Raises RecordingError where it is no longer at its path."""
-        try:
-            found = os.stat(self.path)
-        except OSError:
-            found = None
-        if found is None or (found.st_dev, found.st_ino) != self._identity:
-            self._failure = (
-                f"{self.path} was removed or replaced while it was being recorded; its steps are lost.\n"
-                "Leave a run's folder alone until its program has ended, and record again."
-            )
-            raise RecordingError(self._failure)
-        return found.st_size
-
-    def _fail(self, step: int | None, error: Exception) -> RecordingError:
-        what = "it could not be finished" if step is None else f"step {step} could not be written"
-        self._failure = (
-            f"{self.path}: {what}: {error}.\n"
-            f"The {self.num_rows} steps before it are readable. Free some space and record again."
-        )
+    def _fail(self, what: str, error: Exception) -> RecordingError:
+        self._file.let_go("failed")
+        before = f"the {self.num_rows} steps before it are readable" if self.num_rows else "it holds no step"
+        self._failure = f"{self.path}: {what}: {reason_of(error)}; {before}.\nFree some space, and record again."
         return RecordingError(self._failure)
-
-    def _set_status(self, status: str) -> None:
-        code = np.array([STATUSES.index(status)], np.uint8)
-        self._status.write(h5s.ALL, h5s.ALL, code)
-        self._status.flush()
 
     def _kept_leaves(self, events: Sequence[Event]) -> list[bytes]:
         limit = self._leaf_limit_bytes
@@ -348,59 +283,6 @@ class RankWriter:
 
 _LAYOUT_COLUMNS = tuple(map(attrgetter, ("site", "group", "inputs")))
 _META_COLUMNS = tuple(map(attrgetter, ("dtype", "shape", "num_bytes")))
-
-
-class _Column:
-    """One growing dataset."""
-
-    def __init__(self, dataset: h5d.DatasetID, name: str) -> None:
-        self._dataset = dataset
-        self._native = NATIVE[name]
-        self._dtype, self._tail, _ = DATASETS[name]
-        self._is_dirty = False
-        self._pending: list[Any] = []
-        self.num_rows = 0
-
-    def add(self, row: Any) -> int:
-        """Add one row, written at the next `append` or `flush`; return its number."""
-        self._pending.append(row)
-        self.num_rows += 1
-        return self.num_rows - 1
-
-    def extend(self, rows: Sequence[Any]) -> None:
-        """Add several, as `add` does."""
-        self._pending.extend(rows)
-        self.num_rows += len(rows)
-
-    def append(self, rows: np.ndarray) -> int:
-        """Write `rows` at the end; return the number of the first."""
-        self._write_pending()
-        first = self.num_rows
-        self.num_rows += len(rows)
-        self._write(first, rows)
-        return first
-
-    def flush(self) -> None:
-        """Hand all rows to the operating system."""
-        self._write_pending()
-        if self._is_dirty:
-            self._dataset.flush()
-            self._is_dirty = False
-
-    def _write_pending(self) -> None:
-        if self._pending:
-            rows, self._pending = np.array(self._pending, self._dtype), []
-            self._write(self.num_rows - len(rows), rows)
-
-    def _write(self, first: int, rows: np.ndarray) -> None:
-        if not len(rows):
-            return
-        extent = (len(rows), *self._tail)
-        self._dataset.set_extent((first + len(rows), *self._tail))
-        space = self._dataset.get_space()
-        space.select_hyperslab((first, *(0 for _ in self._tail)), extent)
-        self._dataset.write(h5s.create_simple(extent), space, np.ascontiguousarray(rows), self._native)
-        self._is_dirty = True
 
 
 class _Interned(dict[Any, int]):
