@@ -29,10 +29,12 @@ This module knows bytes, not torch. Its place in the flow: tensor -> *digest* ->
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import xxhash
+
+if TYPE_CHECKING:
+    import numpy as np
 
 DIGEST_VERSION = 1
 TAG = b"bitcheck1"
@@ -93,6 +95,8 @@ def differing_elements(
     """
     if len(baseline_leaves) != len(candidate_leaves) or not baseline_leaves or not itemsize:
         return None
+    import numpy as np  # here: `bitcheck run` starts before a program, and must not keep it waiting
+
     rows = (-1, DIGEST_BYTES)
     baseline = np.frombuffer(baseline_leaves, np.uint8).reshape(rows)
     candidate = np.frombuffer(candidate_leaves, np.uint8).reshape(rows)
