@@ -26,8 +26,9 @@ def command(files: tuple[Path, ...], as_json: bool) -> None:
     is read with weights_only=True: one that holds code is refused.
 
     \b
-    bitcheck hash model.safetensors
-    bitcheck hash --json checkpoint.pt
+    Example:
+      bitcheck hash model.safetensors
+      bitcheck hash --json checkpoint.pt
     """
     from rich.console import Console
     from rich.progress import Progress
