@@ -1,0 +1,476 @@
+"""Digests of a GPU's tensors, taken in stream order, without ever holding up the training thread.
+
+    training thread                  the tensor's stream     side stream          writer's thread
+    submit_many(tensors) -> tickets  kernel: leaf digests
+                                     into a ring     ------> copy to the host --> ticket.resolve()
+    tensor.add_(1), del tensor       runs after that                              digest of the leaves
+
+The kernel is launched on the stream that is current, so it reads a tensor's bits as they are between the
+operation before and the one after; that the tensor is overwritten or freed next does not matter, because
+the caching allocator hands memory on in the same stream order. Nothing keeps a tensor alive and
+no stream is recorded on it: the recorded program's memory is what it is without recording.
+
+Only leaf digests, a thousandth of the data, go to the host. They lie in a ring on the device and in
+one of the same size in pinned memory, allocated once. One *flight* is what goes over at once. That it has
+landed is told by a number that follows it over the same stream into pinned memory: to wait, the
+writer's thread looks at memory and calls nothing of CUDA, which it must not do while the program captures a
+graph. Where the ring is full the training thread waits for the oldest flight: nothing is lost.
+
+A tensor that is not contiguous is brought to row-major order piece by piece in a scratch buffer. Place in
+the flow: tensor -> *digest* -> event; `bitcheck.digest` is the definition, `kernels/` the hash.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from bitcheck.digest import DIGEST_BYTES, LEAF_BYTES, digest_from_leaves, num_leaves
+from bitcheck.errors import DigestError
+from bitcheck.hooks.kernels.cuda import CudaQueue, is_capturing
+from bitcheck.hooks.kernels.layout import address_of, as_transposed, as_words, row_blocks
+from bitcheck.hooks.tensors import Digest, digest_tensor, dtype_name
+
+RING_LEAVES = 2 * 1024 * 1024
+"""Leaf digests that may be on their way at once: 32 MiB, which stand for 32 GiB of tensors."""
+SCRATCH_BYTES = 32 * 1024 * 1024
+"""A tensor that is not contiguous is copied in pieces of this size: half of an H200's L2."""
+
+_MAX_FLIGHTS = 1024
+_NUMBERS = 4096
+"""Flights are numbered modulo this, far more than can be under way."""
+_STALL_S = 5.0
+"""After this long without a landing the device is asked whether it has failed."""
+MAX_TABLE_TENSORS = 16384
+"""Tensors that one launch takes; the kernel could take 65536."""
+
+_NO_FUNCTION: Any = torch._C.DisableTorchFunction
+_NO_DISPATCH: Any = torch._C._DisableTorchDispatch
+
+_log = logging.getLogger("bitcheck")
+
+
+class Ticket(Protocol):
+    """A digest that may still be under way."""
+
+    def resolve(self) -> Digest:
+        """Wait for and return (digest, leaf digests). Raises DigestError where the device has failed."""
+
+
+class Digester(Protocol):
+    """Takes digests of one device's tensors."""
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Raise DigestError where `submit_many` could not take this tensor now."""
+
+    def submit_many(self, tensors: Sequence[torch.Tensor]) -> Sequence[Ticket]:
+        """Capture the bits of strided tensors as they are at this moment on their current stream.
+
+        Raises DigestError, and captures none, where `check` would.
+        """
+
+    def flush(self) -> None:
+        """Set everything submitted on its way to the host; a ticket that is resolved does so itself."""
+
+
+def open_digester(device: torch.device) -> Digester:
+    """Return what digests tensors of `device`: its own kernels where it has them, else the CPU.
+
+    That the CPU has to do it is logged, once for each device, for it is slower: the tensors' bytes
+    cross to the host and the training thread waits for them.
+    """
+    if device.type != "cuda":
+        return HostDigester()
+    try:
+        return _open_device_digester(device)
+    except ImportError:
+        reason = "Triton is not installed"
+    except Exception as error:  # noqa: BLE001  no C compiler, no room, an old driver: the training must go on
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    _log.warning("tensors of %s are digested on the CPU, which is exact but slower: %s", device, reason)
+    return HostDigester()
+
+
+def _open_device_digester(device: torch.device) -> DeviceDigester:
+    # triton is optional, and importing it takes a while
+    from bitcheck.hooks.kernels.launch import LeafKernels
+
+    queue = CudaQueue(device)
+    with queue.current(), queue.aside():
+        kernels = LeafKernels(queue.device)
+    return DeviceDigester(queue, kernels)
+
+
+class HostDigester:
+    """The portable path: copies a tensor to the host in chunks and digests it there, at once."""
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Raise DigestError where the stream is being captured: a copy to the host would break the graph."""
+        if tensor.is_cuda:
+            _refuse_capture()
+
+    def submit_many(self, tensors: Sequence[torch.Tensor]) -> Sequence[Ticket]:
+        """Digest each tensor now; the training thread waits for the copies."""
+        for tensor in tensors:
+            self.check(tensor)
+        return [_Known(digest_tensor(tensor)) for tensor in tensors]
+
+    def flush(self) -> None:
+        """Do nothing: nothing is under way."""
+
+
+class _Known:
+    __slots__ = ("digest",)
+
+    def __init__(self, digest: Digest) -> None:
+        self.digest = digest
+
+    def resolve(self) -> Digest:
+        return self.digest
+
+
+class _Flight:
+    """Slots [start, end) of the ring, counted without end, that go to the host together."""
+
+    __slots__ = ("data", "end", "number", "start")
+
+    def __init__(self, start: int) -> None:
+        self.start = self.end = start
+        self.number = -1
+        """Its place among the flights that left; -1 while it is being filled."""
+        self.data: bytes | None = None
+
+
+class _Part(NamedTuple):
+    """Leaf digests [first, first + size) of a flight's slots."""
+
+    flight: _Flight
+    first: int
+    size: int
+
+
+class DeviceTicket:
+    """A digest whose leaves are computed on a device."""
+
+    __slots__ = ("_digester", "_dtype", "_num_bytes", "_shape", "parts")
+
+    def __init__(self, digester: DeviceDigester, tensor: torch.Tensor, num_bytes: int) -> None:
+        self._digester = digester
+        self._dtype = dtype_name(tensor)
+        self._shape = tuple(tensor.shape)
+        self._num_bytes = num_bytes
+        self.parts: list[_Part] = []
+
+    def resolve(self) -> Digest:
+        """Wait for and return (digest, leaf digests). Raises DigestError where the device has failed."""
+        leaves = b"".join(map(self._digester.read, self.parts))
+        return digest_from_leaves(self._dtype, self._shape, self._num_bytes, leaves), leaves
+
+
+class _Piece(NamedTuple):
+    """Contiguous memory that is part of, or all of, a ticket's tensor."""
+
+    ticket: DeviceTicket
+    address: int
+    num_bytes: int
+
+
+class Kernels(Protocol):
+    """What hashes and transposes on a device: `kernels.launch.LeafKernels`."""
+
+    def hash_one(self, address: int, num_bytes: int, out_address: int, stream: int) -> None:
+        """Write the leaf digests, [L, 16], of the memory at `address`."""
+
+    def hash_table(self, table_address: int, num_tensors: int, leaves: int, out_address: int, stream: int) -> None:
+        """Write the leaf digests of the memory that a table, int64 [3, T], lists."""
+
+    def transpose(
+        self,
+        address: int,
+        itemsize: int,
+        shape: tuple[int, int, int],
+        strides: tuple[int, int],
+        out_address: int,
+        stream: int,
+    ) -> None:
+        """Copy elements [B, R, C] with strides (b, 1, c), `strides` being (b, c), to row-major order."""
+
+
+class DeviceDigester:
+    """Digests of one device's tensors; `open_digester` makes one.
+
+    Takes 2 * 16 bytes a leaf of `ring_leaves`, half of it on the host, and `scratch_bytes`, all of it
+    allocated here and now.
+    """
+
+    def __init__(
+        self,
+        queue: CudaQueue,
+        kernels: Kernels,
+        ring_leaves: int = RING_LEAVES,
+        scratch_bytes: int = SCRATCH_BYTES,
+    ) -> None:
+        self._queue = queue
+        self._kernels = kernels
+        self._lock = threading.RLock()
+        """Held to submit and to flush."""
+        self._landing = threading.Lock()
+        """Held to wait for the oldest flight and to empty it; taken after `_lock`, never before."""
+        self._capacity = ring_leaves
+        self._launch_leaves = ring_leaves // 4
+        self._table_tensors = min(MAX_TABLE_TENSORS, ring_leaves // 8)
+        self._head = 0
+        self._tail = 0
+        self._filling = _Flight(0)
+        self._flights: deque[_Flight] = deque()
+        self._departed = 0
+        self._used: set[int] = set()
+        """Streams that wrote to the flight that is being filled."""
+        self._scratch_stream: int | None = None
+        self._failure: str | None = None
+        with queue.current(), queue.aside():
+            self._ring = queue.empty(ring_leaves * 2, torch.int64)
+            self._scratch = queue.empty(scratch_bytes, torch.uint8)
+            self._numbers = torch.arange(_NUMBERS, dtype=torch.int64, device=self._ring.device)
+            self._host = queue.pinned(ring_leaves * 2)
+            self._landed = queue.pinned(1)
+            queue.synchronize()
+        self._host_words = self._host.numpy()
+        self._landed_word = self._landed.numpy()
+        self._ring_address = self._ring.data_ptr()
+        self._scratch_address = self._scratch.data_ptr()
+
+    # --- the training thread
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Raise DigestError where the tensor's memory is freed or a CUDA graph is being captured."""
+        with _NO_FUNCTION():
+            _refuse_capture()
+            address_of(tensor, tensor.nbytes)
+
+    def submit_many(self, tensors: Sequence[torch.Tensor]) -> Sequence[Ticket]:
+        """Capture the bits of strided tensors as they are at this moment on the current stream.
+
+        One launch for all that are contiguous. Waits only where the ring is full. Raises DigestError,
+        and captures none, where `check` would.
+        """
+        with _NO_FUNCTION(), self._lock, self._queue.current():
+            _refuse_capture()
+            return self._submit(tensors)
+
+    def _submit(self, tensors: Sequence[torch.Tensor]) -> list[DeviceTicket]:
+        tickets = []
+        pieces: list[_Piece] = []
+        strided: list[tuple[DeviceTicket, torch.Tensor]] = []
+        for tensor in tensors:
+            num_bytes = tensor.nbytes
+            ticket = DeviceTicket(self, tensor, num_bytes)
+            tickets.append(ticket)
+            if num_bytes == 0:
+                continue
+            address = address_of(tensor, num_bytes)
+            if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+                pieces.append(_Piece(ticket, address, num_bytes))
+            else:
+                strided.append((ticket, tensor))
+        if not (pieces or strided):
+            return tickets
+        stream = self._queue.stream()
+        if strided:
+            with _NO_DISPATCH(), torch.no_grad():
+                self._gather(strided, pieces, stream)
+        self._launch(pieces, stream)
+        self._queue.mark(stream)
+        self._used.add(stream)
+        if self._filling.end - self._filling.start >= self._launch_leaves // 2:
+            self.flush()
+        return tickets
+
+    def _launch(self, pieces: list[_Piece], stream: int) -> None:
+        """Hash pieces in as few launches as the ring allows; a piece larger than a launch is cut."""
+        batch: list[_Piece] = []
+        leaves = 0
+        for piece in pieces:
+            ticket, address, num_bytes = piece
+            while num_bytes:
+                if leaves == self._launch_leaves or len(batch) == self._table_tensors:
+                    self._launch_batch(batch, leaves, stream)
+                    batch, leaves = [], 0
+                taken = min(num_bytes, (self._launch_leaves - leaves) * LEAF_BYTES)
+                batch.append(_Piece(ticket, address, taken))
+                leaves += num_leaves(taken)
+                address += taken
+                num_bytes -= taken
+        if batch:
+            self._launch_batch(batch, leaves, stream)
+
+    def _launch_batch(self, batch: list[_Piece], leaves: int, stream: int) -> None:
+        if len(batch) == 1:
+            ticket, address, num_bytes = batch[0]
+            flight, slot = self._reserve(leaves)
+            out_address = self._ring_address + slot % self._capacity * DIGEST_BYTES
+            self._kernels.hash_one(address, num_bytes, out_address, stream)
+            ticket.parts.append(_Part(flight, slot - flight.start, leaves))
+            return
+        num_tensors = len(batch)
+        num_words = 3 * num_tensors
+        table_slots = (num_words + 1) // 2
+        flight, slot = self._reserve(table_slots + leaves)
+        at = slot % self._capacity
+        table = self._host_words[2 * at : 2 * at + num_words].reshape(3, num_tensors)
+        table[0] = [piece.address for piece in batch]
+        table[1] = [piece.num_bytes for piece in batch]
+        counts = -(-table[1] // LEAF_BYTES)
+        table[2] = np.cumsum(counts) - counts
+        with _NO_DISPATCH():
+            words = slice(2 * at, 2 * at + num_words)
+            self._ring[words].copy_(self._host[words], non_blocking=True)
+        table_address = self._ring_address + at * DIGEST_BYTES
+        self._kernels.hash_table(table_address, num_tensors, leaves, table_address + table_slots * DIGEST_BYTES, stream)
+        first = slot - flight.start + table_slots
+        for (ticket, _, _), count in zip(batch, counts.tolist(), strict=True):
+            ticket.parts.append(_Part(flight, first, count))
+            first += count
+
+    def _reserve(self, slots: int) -> tuple[_Flight, int]:
+        """Return a flight and the first of `slots` slots in a row of it, waiting for room if need be."""
+        to_end = self._capacity - self._head % self._capacity
+        if slots > to_end:
+            self.flush()
+            self._head += to_end
+            self._filling = _Flight(self._head)
+        while self._head + slots - self._tail > self._capacity or len(self._flights) >= _MAX_FLIGHTS:
+            self.flush()
+            if not self._land():
+                self._tail = self._head
+        flight = self._filling
+        slot = self._head
+        self._head = flight.end = slot + slots
+        return flight, slot
+
+    # --- tensors that are not contiguous
+
+    def _gather(self, strided: list[tuple[DeviceTicket, torch.Tensor]], pieces: list[_Piece], stream: int) -> None:
+        """Copy tensors to row-major order into the scratch buffer and add them to `pieces`.
+
+        Whenever the buffer is full, what is in `pieces` is launched, which empties both.
+        """
+        if self._scratch_stream not in (None, stream):
+            self._queue.wait_for(self._scratch_stream)
+        self._scratch_stream = stream
+        room = self._scratch.numel()
+        fill = 0
+        for ticket, tensor in strided:
+            words = as_words(tensor)
+            num_bytes = words.nbytes
+            fill = -(-fill // DIGEST_BYTES) * DIGEST_BYTES
+            if fill + num_bytes > room:
+                self._launch(pieces, stream)
+                pieces.clear()
+                fill = 0
+            if num_bytes <= room:
+                self._copy(words, fill, stream)
+                pieces.append(_Piece(ticket, self._scratch_address + fill, num_bytes))
+                fill += num_bytes
+                continue
+            for block in row_blocks(words, room - LEAF_BYTES):
+                self._copy(block, fill, stream)
+                fill += block.nbytes
+                whole = fill - fill % LEAF_BYTES
+                if whole:
+                    self._launch([_Piece(ticket, self._scratch_address, whole)], stream)
+                    fill -= whole
+                    self._scratch[:fill].copy_(self._scratch[whole : whole + fill])
+            if fill:
+                pieces.append(_Piece(ticket, self._scratch_address, fill))
+
+    def _copy(self, words: torch.Tensor, offset: int, stream: int) -> None:
+        """Copy integers to row-major order, to the scratch buffer from byte `offset` on."""
+        transposed = as_transposed(words)
+        if transposed is not None:
+            shape, strides = transposed
+            address = self._scratch_address + offset
+            self._kernels.transpose(words.data_ptr(), words.itemsize, shape, strides, address, stream)
+        else:
+            self._scratch[offset : offset + words.nbytes].view(words.dtype).view(words.shape).copy_(words)
+
+    # --- on the way to the host; any thread
+
+    def flush(self) -> None:
+        """Send what was submitted on its way to the host, behind the streams that still compute it."""
+        with self._lock:
+            flight = self._filling
+            if flight.end == flight.start:
+                return
+            self._departed += 1
+            flight.number = self._departed
+            at = 2 * (flight.start % self._capacity)
+            words = slice(at, at + 2 * (flight.end - flight.start))
+            number = flight.number % _NUMBERS
+            copies = [(self._host[words], self._ring[words]), (self._landed, self._numbers[number : number + 1])]
+            self._queue.send(self._used, copies)
+            self._used.clear()
+            self._flights.append(flight)
+            self._filling = _Flight(self._head)
+
+    def read(self, part: _Part) -> bytes:
+        """Wait for and return leaf digests, 16 bytes each."""
+        flight = part.flight
+        while flight.data is None:
+            if flight.number < 0:
+                self.flush()
+            self._land()
+        start = part.first * DIGEST_BYTES
+        return flight.data[start : start + part.size * DIGEST_BYTES]
+
+    def _land(self) -> bool:
+        """Wait for the oldest flight and free its slots; False where none is under way."""
+        with self._landing:
+            if not self._flights:
+                return False
+            flight = self._flights[0]
+            self._wait(flight.number)
+            at = 2 * (flight.start % self._capacity)
+            flight.data = self._host_words[at : at + 2 * (flight.end - flight.start)].tobytes()
+            self._tail = flight.end
+            self._flights.popleft()
+            return True
+
+    def _wait(self, number: int) -> None:
+        """Wait until flight `number` has landed, by looking at memory alone."""
+        pause = 20e-6
+        asked = time.monotonic()
+        while (int(self._landed_word[0]) - number) % _NUMBERS >= _NUMBERS // 2:
+            if self._failure is not None:
+                raise DigestError(self._failure)
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+            if time.monotonic() - asked > _STALL_S:
+                self._ask_device()
+                asked = time.monotonic()
+
+    def _ask_device(self) -> None:
+        """Raise DigestError where the device has failed, so that nobody waits for it for ever."""
+        try:
+            self._queue.ask()
+        except RuntimeError as error:
+            self._failure = (
+                f"{self._ring.device} failed before its digests reached the host: {str(error).splitlines()[0]}. "
+                "What the program reports is the cause; the steps recorded before it are whole"
+            )
+            raise DigestError(self._failure) from error
+
+
+def _refuse_capture() -> None:
+    if is_capturing():
+        raise DigestError(
+            "a CUDA graph is being captured on this stream, so tensors hold no values yet; "
+            "record what goes into the graph and comes out of it"
+        )
