@@ -134,8 +134,11 @@ class Attachment:
     def _open_store(self) -> Store:
         settings, options = self._settings, self._options
         from bitcheck.run import rank_path
-        from bitcheck.store import RankWriter
 
+        try:
+            from bitcheck.store import RankWriter
+        except ImportError as error:
+            raise RecordingError(f"this Python ({sys.executable}) lacks what bitcheck needs: {error}") from None
         self._placement = placement = this_placement()
         path = rank_path(Path(settings.folder), placement.rank)
         limits: dict[str | int, int | None] = {"all": None, "none": 0}
@@ -155,8 +158,6 @@ class Attachment:
             self._recorder.detach()
             leave_word(settings, "refused", rank=placement.rank)
             return _Nowhere()
-        except ImportError as error:
-            raise RecordingError(f"this Python ({sys.executable}) lacks what bitcheck needs: {error}") from None
         self._pid = os.getpid()
         self._descriptors = descriptors_of(path)
         leave_word(settings, "claimed", rank=placement.rank, world_size=placement.world_size)

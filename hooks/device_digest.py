@@ -34,7 +34,7 @@ import torch
 
 from bitcheck.digest import DIGEST_BYTES, LEAF_BYTES, digest_from_leaves, num_leaves
 from bitcheck.errors import DigestError
-from bitcheck.hooks.kernels.cuda import CudaQueue, is_capturing
+from bitcheck.hooks.kernels.cuda import CudaQueue
 from bitcheck.hooks.kernels.layout import address_of, as_transposed, as_words, row_blocks
 from bitcheck.hooks.tensors import Digest, digest_tensor, dtype_name
 
@@ -53,6 +53,11 @@ MAX_TABLE_TENSORS = 16384
 
 _NO_FUNCTION: Any = torch._C.DisableTorchFunction
 _NO_DISPATCH: Any = torch._C._DisableTorchDispatch
+
+_CAPTURING = (
+    "a CUDA graph is being captured on this stream, so tensors hold no values yet; "
+    "record what goes into the graph and what comes out of it"
+)
 
 _log = logging.getLogger("bitcheck")
 
@@ -113,8 +118,8 @@ class HostDigester:
 
     def check(self, tensor: torch.Tensor) -> None:
         """Raise DigestError where the stream is being captured: a copy to the host would break the graph."""
-        if tensor.is_cuda:
-            _refuse_capture()
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise DigestError(_CAPTURING)
 
     def submit_many(self, tensors: Sequence[torch.Tensor]) -> Sequence[Ticket]:
         """Digest each tensor now; the training thread waits for the copies."""
@@ -252,7 +257,8 @@ class DeviceDigester:
     def check(self, tensor: torch.Tensor) -> None:
         """Raise DigestError where the tensor's memory is freed or a CUDA graph is being captured."""
         with _NO_FUNCTION():
-            _refuse_capture()
+            if self._queue.is_capturing():
+                raise DigestError(_CAPTURING)
             address_of(tensor, tensor.nbytes)
 
     def submit_many(self, tensors: Sequence[torch.Tensor]) -> Sequence[Ticket]:
@@ -261,9 +267,13 @@ class DeviceDigester:
         One launch for all that are contiguous. Waits only where the ring is full. Raises DigestError,
         and captures none, where `check` would.
         """
-        with _NO_FUNCTION(), self._lock, self._queue.current():
-            _refuse_capture()
-            return self._submit(tensors)
+        with _NO_FUNCTION(), self._lock:
+            if self._queue.is_capturing():
+                raise DigestError(_CAPTURING)
+            if self._queue.is_current():
+                return self._submit(tensors)
+            with self._queue.current():
+                return self._submit(tensors)
 
     def _submit(self, tensors: Sequence[torch.Tensor]) -> list[DeviceTicket]:
         tickets = []
@@ -287,8 +297,6 @@ class DeviceDigester:
             with _NO_DISPATCH(), torch.no_grad():
                 self._gather(strided, pieces, stream)
         self._launch(pieces, stream)
-        self._queue.mark(stream)
-        self._used.add(stream)
         if self._filling.end - self._filling.start >= self._launch_leaves // 2:
             self.flush()
         return tickets
@@ -318,7 +326,14 @@ class DeviceDigester:
             out_address = self._ring_address + slot % self._capacity * DIGEST_BYTES
             self._kernels.hash_one(address, num_bytes, out_address, stream)
             ticket.parts.append(_Part(flight, slot - flight.start, leaves))
-            return
+        else:
+            self._launch_table(batch, leaves, stream)
+        # At once, not when all is submitted: the next launch may find the ring full and send this flight off.
+        self._queue.mark(stream)
+        self._used.add(stream)
+
+    def _launch_table(self, batch: list[_Piece], leaves: int, stream: int) -> None:
+        """Launch for many pieces; their table lies before their leaves in the ring, in pinned memory first."""
         num_tensors = len(batch)
         num_words = 3 * num_tensors
         table_slots = (num_words + 1) // 2
@@ -333,7 +348,8 @@ class DeviceDigester:
             words = slice(2 * at, 2 * at + num_words)
             self._ring[words].copy_(self._host[words], non_blocking=True)
         table_address = self._ring_address + at * DIGEST_BYTES
-        self._kernels.hash_table(table_address, num_tensors, leaves, table_address + table_slots * DIGEST_BYTES, stream)
+        out_address = table_address + table_slots * DIGEST_BYTES
+        self._kernels.hash_table(table_address, num_tensors, leaves, out_address, stream)
         first = slot - flight.start + table_slots
         for (ticket, _, _), count in zip(batch, counts.tolist(), strict=True):
             ticket.parts.append(_Part(flight, first, count))
@@ -466,11 +482,3 @@ class DeviceDigester:
                 "What the program reports is the cause; the steps recorded before it are whole"
             )
             raise DigestError(self._failure) from error
-
-
-def _refuse_capture() -> None:
-    if is_capturing():
-        raise DigestError(
-            "a CUDA graph is being captured on this stream, so tensors hold no values yet; "
-            "record what goes into the graph and comes out of it"
-        )

@@ -28,6 +28,7 @@ import torch
 from torch.autograd.graph import Node
 
 from bitcheck.events import Level, Phase, Site
+from bitcheck.hooks.dynamo import paused, skip_frame
 from bitcheck.hooks.modules import in_backward
 from bitcheck.hooks.steps import Call, StepBuilder
 
@@ -101,11 +102,13 @@ class GradientHooks:
         """Wrap `torch.autograd.backward` and `torch.autograd.grad`."""
         self._backward, self._grad = backward, grad = torch.autograd.backward, torch.autograd.grad
 
+        @skip_frame
         def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
                 self.enter_backward(_as_list(tensors), is_loss=True)
             return backward(tensors, *args, **kwargs)
 
+        @skip_frame
         def observed_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
                 self.enter_backward(_as_list(outputs), is_loss=False)
@@ -168,6 +171,7 @@ class GradientHooks:
             self._tracked, self._views, self._groups = {}, {}, {}
 
     def _catch(self, node: Node, outputs: dict[int, Tracked]) -> None:
+        @paused
         def caught(gradients: Sequence[torch.Tensor | None]) -> None:
             for index, tracked in outputs.items():
                 gradient = gradients[index] if index < len(gradients) else None
@@ -178,6 +182,7 @@ class GradientHooks:
 
     # --- backward: the plan
 
+    @paused
     def enter_backward(self, roots: list[torch.Tensor], is_loss: bool) -> None:
         """Record the loss, and find out from which gradients each gradient will be computed."""
         recorder = self._recorder
@@ -285,6 +290,7 @@ class GradientHooks:
             return None
         tracked = Tracked(None, "grad", False)
 
+        @paused
         def accumulated(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:
                 self._record(tracked, parameter.grad, parameter)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bitcheck.events import Level, Phase, Site
+from bitcheck.hooks.dynamo import paused, skip_frame
 from bitcheck.hooks.naming import ModuleName, is_compiled
 from bitcheck.hooks.steps import Call, StepBuilder
 
@@ -114,6 +115,7 @@ class ModuleHooks:
 
         self._original = original
         self._wrapper = __call__
+        skip_frame(__call__)
         nn.Module.__call__ = __call__  # type: ignore[method-assign, assignment]
 
     def remove(self) -> None:
@@ -128,6 +130,7 @@ class ModuleHooks:
         stack = self._local.stack
         return stack[-1] if stack else None
 
+    @skip_frame
     def call(self, original: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module's call and record what went in and came out."""
         recorder, local = self._recorder, self._local
@@ -138,8 +141,7 @@ class ModuleHooks:
         try:
             if not is_outermost:
                 return self._call_inner(original, module, args, kwargs)
-            if escapes_observation(args):
-                recorder.current.miss("module calls under tracing, torch.func, fake or meta tensors")
+            if self._escapes(args):
                 local.is_blind = True
                 return original(module, *args, **kwargs)
             return self._call_outermost(original, module, args, kwargs)
@@ -148,9 +150,27 @@ class ModuleHooks:
             if is_outermost:
                 local.is_blind = False
 
+    @paused
+    def _escapes(self, args: tuple[Any, ...]) -> bool:
+        escapes = escapes_observation(args)
+        if escapes:
+            self._recorder.current.miss("module calls under tracing, torch.func, fake or meta tensors")
+        return escapes
+
+    @skip_frame
     def _call_outermost(
         self, original: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        try:
+            name, recomputes = self._enter_outermost(module)
+            if not self._recorder.current.is_kept or (recomputes and not self._is_deep):
+                return original(module, *args, **kwargs)
+            return self._observe(original, module, name, args, kwargs, recomputes)
+        finally:
+            self._local.root = None
+
+    @paused
+    def _enter_outermost(self, module: nn.Module) -> tuple[ModuleName, bool]:
         recorder, local = self._recorder, self._local
         name = recorder.add_root(module)
         recomputes = in_backward()
@@ -161,25 +181,25 @@ class ModuleHooks:
             recorder.enter_forward(is_training=not is_eval)
         local.root = module
         local.is_eval = is_eval
-        builder = recorder.current
-        try:
-            if not builder.is_kept or (recomputes and not self._is_deep):
-                return original(module, *args, **kwargs)
-            return self._observe(original, module, name, args, kwargs, is_eval, recomputes)
-        finally:
-            local.root = None
+        return name, recomputes
 
+    @skip_frame
     def _call_inner(self, original: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recorder, local = self._recorder, self._local
-        if not local.stack and not recorder.current.is_kept:
+        if not self._local.stack and not self._recorder.current.is_kept:
             return original(module, *args, **kwargs)
-        parent = local.stack[-1] if local.stack else None
+        return self._observe(original, module, self._name_inner(module), args, kwargs, in_backward())
+
+    @paused
+    def _name_inner(self, module: nn.Module) -> ModuleName:
+        recorder, local = self._recorder, self._local
         name = recorder.registry.name_of(module)
         if name is None:
+            parent = local.stack[-1] if local.stack else None
             above = ModuleName(parent.root, parent.path, False) if parent is not None else recorder.add_root(module)
             name = recorder.registry.add_below(module, above, local.root)
-        return self._observe(original, module, name, args, kwargs, local.is_eval, in_backward())
+        return name
 
+    @skip_frame
     def _observe(
         self,
         original: Forward,
@@ -187,16 +207,41 @@ class ModuleHooks:
         name: ModuleName,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        is_eval: bool,
         recomputes: bool,
     ) -> Any:
         stack = self._local.stack
-        parent = stack[-1] if stack else None
         passes_on = name.is_wrapper and self._is_deep and not is_compiled(module)
-        repeats = parent is not None and (parent.root, parent.path) == (name.root, name.path)
+        repeats = bool(stack) and (stack[-1].root, stack[-1].path) == (name.root, name.path)
         if passes_on or repeats:  # the module that bears the name is called next, or it is a compiled one's own inside
             return original(module, *args, **kwargs)
         builder = self._recorder.current
+        call, arguments = self._begin(builder, module, name, args, kwargs, recomputes)
+        stack.append(call)
+        try:
+            result = original(module, *args, **kwargs)
+        except BaseException:
+            if recomputes:  # checkpointing stops a recompute so, once it has what it needs
+                builder.recomputed.setdefault((call.root, call.path), []).extend(call.known())
+            raise
+        finally:
+            stack.pop()
+            call.last_node = next_node()
+        self._record_outputs(builder, call, arguments, result)
+        return result
+
+    @paused
+    def _begin(
+        self,
+        builder: StepBuilder,
+        module: nn.Module,
+        name: ModuleName,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        recomputes: bool,
+    ) -> tuple[Call, list[tuple[str, torch.Tensor]]]:
+        """Record what goes in."""
+        stack, is_eval = self._local.stack, self._local.is_eval
+        parent = stack[-1] if stack else None
         phase = Phase.RECOMPUTE if recomputes else Phase.FORWARD
         call = Call(phase, name.root, name.path, is_eval, parent)
         call.occurrence = builder.count(phase, name.root, name.path, "", is_eval)
@@ -209,18 +254,7 @@ class ModuleHooks:
         arguments = named_arguments(args, kwargs)
         self._record_inputs(builder, call, arguments)
         call.first_node = next_node()
-        stack.append(call)
-        try:
-            result = original(module, *args, **kwargs)
-        except BaseException:
-            if phase is Phase.RECOMPUTE:  # checkpointing stops a recompute so, once it has what it needs
-                builder.recomputed.setdefault((call.root, call.path), []).extend(call.known())
-            raise
-        finally:
-            stack.pop()
-            call.last_node = next_node()
-        self._record_outputs(builder, call, arguments, result)
-        return result
+        return call, arguments
 
     def _record_inputs(self, builder: StepBuilder, call: Call, arguments: list[tuple[str, torch.Tensor]]) -> None:
         above = call.parent if call.parent is not None else builder.top
@@ -244,6 +278,7 @@ class ModuleHooks:
                 if tensor.requires_grad:
                     self._recorder.gradients.track_input(builder, call, slot, tensor)
 
+    @paused
     def _record_outputs(
         self, builder: StepBuilder, call: Call, arguments: list[tuple[str, torch.Tensor]], result: Any
     ) -> None:

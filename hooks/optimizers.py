@@ -16,6 +16,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from bitcheck.events import Phase, Site
+from bitcheck.hooks.dynamo import paused, skip_frame
 from bitcheck.hooks.steps import StepBuilder
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class OptimizerHooks:
         add = self.add
         original = Optimizer.__init__
 
+        @skip_frame
         def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             add(optimizer)
@@ -53,6 +55,7 @@ class OptimizerHooks:
         scale = torch.amp.GradScaler.scale
         add_scaler = self._add_scaler
 
+        @skip_frame
         def observed_scale(scaler: Any, outputs: Any) -> Any:
             add_scaler(scaler)
             return scale(scaler, outputs)
@@ -60,6 +63,7 @@ class OptimizerHooks:
         self._original_scale, self._wrapped_scale = scale, observed_scale
         torch.amp.GradScaler.scale = observed_scale  # type: ignore[method-assign]
         if search:
+            gc.collect()  # what is only waiting to be collected is not in use
             for candidate in gc.get_objects():
                 if issubclass(type(candidate), Optimizer):
                     add(candidate)
@@ -75,6 +79,7 @@ class OptimizerHooks:
             torch.amp.GradScaler.scale = self._original_scale  # type: ignore[method-assign]
         self._original_init = self._original_scale = None
 
+    @paused
     def add(self, optimizer: Optimizer) -> str:
         """Know an optimizer; return its label."""
         label = self._labels.get(optimizer)
@@ -82,6 +87,7 @@ class OptimizerHooks:
             label = self._labels[optimizer] = self._recorder.registry.label(optimizer)
         return label
 
+    @paused
     def _add_scaler(self, scaler: Any) -> None:
         if scaler.is_enabled() and not any(held() is scaler for held in self._scalers):
             self._scalers.append(weakref.ref(scaler))
@@ -91,6 +97,7 @@ class OptimizerHooks:
 
     # --- a step
 
+    @paused
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self.depth += 1
         recorder = self._recorder
@@ -106,15 +113,17 @@ class OptimizerHooks:
             return None
         self._record_scalars(builder, optimizer, label)
 
+        @skip_frame
         def evaluated() -> Any:
             loss = closure()
-            self._record_gradients(builder, optimizer)
+            paused(self._record_gradients)(self._recorder.current, optimizer)
             return loss
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": evaluated}
         return (args[0], evaluated, *args[2:]), kwargs
 
+    @paused
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.depth = max(0, self.depth - 1)
         if self._recorder.is_active and self.depth == 0:

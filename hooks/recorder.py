@@ -189,11 +189,10 @@ class Recorder:
         with self._lock:
             if is_training and torch.is_grad_enabled():
                 self._claim()
-            if not self.optimizers.depth:  # a closure's forward belongs to the step that runs it
-                if self._stepped:
-                    self._open_next()
-                if is_training and self._closing is not None:
-                    self._close_step()
+            if self._stepped:
+                self._open_next()
+            if is_training and self._closing is not None:
+                self._close_step()
             builder = self.current
             if is_training:
                 self._begin_initial(builder)
@@ -205,6 +204,9 @@ class Recorder:
         """An optimizer is about to step; return the step that it belongs to."""
         with self._lock:
             self._claim()
+            if has_closure and self._stepped:  # its forward is the next step's first
+                self._open_next()
+                self._close_step()
             if self._closing is not None and not self.current.has_training_forward:
                 return self._closing
             builder = self.current

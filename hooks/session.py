@@ -60,14 +60,17 @@ def leaf_limit_bytes(leaves: str | int) -> int | None:
 class Recording:
     """A run that is being recorded from inside the program; made by `record`."""
 
-    def __init__(self, folder: Path, recorder: Recorder, is_first_rank: bool, model: nn.Module | None) -> None:
+    def __init__(
+        self, folder: Path, recorder: Recorder, is_first_rank: bool, model: nn.Module | None, search: bool
+    ) -> None:
         self.path = folder
+        self._search = search
         self._recorder = recorder
         self._is_first_rank = is_first_rank
         self._model = model
 
     def __enter__(self) -> Recording:
-        self._recorder.start(self._model, search_optimizers=True)
+        self._recorder.start(self._model, search_optimizers=self._search)
         return self
 
     def __exit__(
@@ -173,7 +176,7 @@ def record(
     given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or []
     for one in given:
         recorder.optimizers.add(one)
-    return Recording(folder, recorder, own_rank == 0, model)
+    return Recording(folder, recorder, own_rank == 0, model, search=not given)
 
 
 def _wait_for_run(folder: Path) -> str:

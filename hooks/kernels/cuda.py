@@ -16,11 +16,6 @@ _NO_DISPATCH: Any = torch._C._DisableTorchDispatch
 _raw_stream: Any = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
 
 
-def is_capturing() -> bool:
-    """Say whether this thread's current stream is being captured into a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 class CudaQueue:
     """The streams of one CUDA device, seen from whatever thread calls.
 
@@ -35,14 +30,19 @@ class CudaQueue:
         self._side: torch.cuda.Stream = torch.cuda.Stream(self._index)  # type: ignore[no-untyped-call]
         self._streams: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
 
+    def is_capturing(self) -> bool:
+        """Say whether this thread's current stream is being captured into a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def is_current(self) -> bool:
+        """Say whether the device is this thread's current one."""
+        return torch.cuda.current_device() == self._index
+
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make the device current for a while, where it is not."""
-        if torch.cuda.current_device() == self._index:
+        """Make the device this thread's current one for a while."""
+        with torch.cuda.device(self._index):
             yield
-        else:
-            with torch.cuda.device(self._index):
-                yield
 
     @contextmanager
     def aside(self) -> Iterator[None]:

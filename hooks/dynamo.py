@@ -1,0 +1,46 @@
+"""Keeping out of torch.compile's way.
+
+While a compiled program runs what its graphs could not hold, TorchDynamo looks at every Python frame
+and compiles the ones it can: ours, too, which would give the modules below them other graphs than in
+the bare program. So the frames that lead from a module's call to its forward are marked to be passed
+over (`skip_frame`), and whatever the recorder does of its own runs with TorchDynamo off (`paused`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+_dynamo: Any = torch._C._dynamo.eval_frame
+pause: Callable[[Any], Any] = _dynamo.set_eval_frame
+"""`before = pause(None)` turns TorchDynamo off in this thread, `pause(before)` puts it back."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def skip_frame(function: F) -> F:
+    """Have TorchDynamo pass over the function's own frame, but look at those that it calls."""
+    code = function.__code__  # type: ignore[attr-defined]
+    if hasattr(_dynamo, "set_code_exec_strategy"):
+        action = _dynamo._FrameAction
+        _dynamo.set_code_exec_strategy(code, _dynamo._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    else:
+        _dynamo.skip_code(code)
+    return function
+
+
+def paused(function: F) -> F:
+    """Run the function with TorchDynamo off."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = pause(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            pause(before)
+
+    return skip_frame(run)  # type: ignore[return-value]
