@@ -5,6 +5,7 @@
     |-- RunError                  a run cannot be read, or is not what it should be
     |   |-- NotARun               no run there: missing, another program's files, a text file
     |   |-- BrokenRun             cut, edited, or inconsistent with its own roots and chain
+    |   |   `-- DamagedStep       the file can be read, and a step in it does not give its root
     |   `-- FutureRun             written by a later version of bitcheck
     |-- UnreadableFile          a file of tensors is damaged, or holds more than tensors
     |-- RecordingError            a run cannot be written: folder in use, disk full, folder removed
@@ -40,6 +41,18 @@ class NotARun(RunError):
 
 class BrokenRun(RunError):
     """The run was cut, edited or damaged: a root, the chain or the file format does not hold."""
+
+
+class DamagedStep(BrokenRun):
+    """The file can be read, but one step's digests, edges, values or row are not as they were written.
+
+    `rank` and `step` say which; `found` what is wrong with it, to follow it in a sentence. `step` is None where its own
+    number is what was changed.
+    """
+
+    def __init__(self, message: str, rank: int, step: int | None, found: str) -> None:
+        super().__init__(message)
+        self.rank, self.step, self.found = rank, step, found
 
 
 class FutureRun(RunError):

@@ -27,6 +27,7 @@ from h5py import h5d, h5s
 from bitcheck.document import encode_document
 from bitcheck.errors import RecordingError
 from bitcheck.store.format import DATASETS, NATIVE, SCHEMA, STATUSES, create_dataset
+from bitcheck.store.seal import prepare_seal
 
 _LIBVER = ("v110", "v110")
 """The file format of HDF5 1.10, the first with single-writer mode: whatever version writes it, later ones read it."""
@@ -48,8 +49,7 @@ class GrowingFile:
         self.path = path
         self._descriptor = -1
         self._file = self._create(header)
-        status = self._file["status"].id
-        self._status, self._status_offset = status, status.get_offset()
+        self._status_offset: int = self._file["status"].id.get_offset()
         self.columns = {name: Column(self._file[name].id, name) for name in DATASETS}
         found = os.stat(path)
         self._identity = (found.st_dev, found.st_ino)
@@ -76,15 +76,22 @@ class GrowingFile:
             )
         return found.st_size
 
-    def close(self, status: str) -> None:
-        """Write the status and close the file. Raises one of WRITING_ERRORS."""
-        self._status.write(h5s.ALL, h5s.ALL, np.array([STATUSES.index(status)], np.uint8))
-        self._status.flush()
+    def close(self, status: str, *, num_rows: int, chain: bytes) -> None:
+        """Close the file, seal it, and write its status. Raises one of WRITING_ERRORS.
+
+        The seal is of the file with its status already in place, and is there a moment after it: a
+        writer that dies while it computes the hash of a large file leaves an unfinished file, never a
+        finished one without a seal.
+        """
         self._close()
-        # Byte 11 of the superblock: HDF5 clears it when the last handle of the process is closed.
-        with self.path.open("rb") as file:
-            if file.read(12)[11:] != b"\0":
+        with self.path.open("r+b", buffering=0) as file:
+            # Byte 11 of the superblock: HDF5 clears it when the last handle of the process is closed.
+            if os.pread(file.fileno(), 1, 11) != b"\0":
                 raise OSError("this process still has it open for reading")
+            code = bytes([STATUSES.index(status)])
+            seal = prepare_seal(self.path, self._status_offset, code, status=status, num_rows=num_rows, chain=chain)
+            os.pwrite(file.fileno(), code, self._status_offset)
+            seal.commit()
 
     def let_go(self, status: str) -> None:
         """Close the file and leave it on the disk as it is, but for its status."""

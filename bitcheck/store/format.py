@@ -152,6 +152,6 @@ def read_rows(dataset: h5d.DatasetID, name: str, first: int, count: int) -> np.n
     return rows
 
 
-def row_check(row: np.ndarray) -> int:
-    """Return the XXH3-64 of one step row [1] without its last field."""
-    return xxhash.xxh3_64_intdigest(row.tobytes()[: STEP_ROW.itemsize - 8])
+def row_check(row: bytes) -> int:
+    """Return the XXH3-64 of one step row's bytes without its last field."""
+    return xxhash.xxh3_64_intdigest(row[: STEP_ROW.itemsize - 8])

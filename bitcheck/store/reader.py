@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from h5py import h5a, h5d, h5f, h5s
 
 from bitcheck.digest import DIGEST_VERSION
 from bitcheck.document import ChangedDocument, DocumentError, decode_document
-from bitcheck.errors import BrokenRun, FutureRun, NotARun
+from bitcheck.errors import BrokenRun, DamagedStep, FutureRun, NotARun
 from bitcheck.events import PHASES, Event, Group, Level, Site, StepKind, StepRecord
 from bitcheck.process import is_gone
 from bitcheck.store.format import (
@@ -22,6 +23,7 @@ from bitcheck.store.format import (
     SCHEMA,
     SCHEMA_PREFIX,
     STATUSES,
+    STEP_ROW,
     TAIL_ROW,
     open_read_only,
     read_rows,
@@ -127,6 +129,7 @@ class RankReader:
         self._strings: dict[int, str] = {}
         self._layouts: dict[int, Layout] = {}
         self._metas: dict[int, Meta] = {}
+        self._file_bytes: int | None = None
         with self._reading():
             self._file, self.is_live = open_read_only(bytes(self.path))
             try:
@@ -181,7 +184,6 @@ class RankReader:
             return self._load(self.table[row])
 
     def _open(self) -> None:
-        self._file_bytes = self.path.stat().st_size
         header = self._read_header()
         self.rank, self.world_size = header["rank"], header["world_size"]
         self.run_id, self.level = header["run_id"], Level(header["level"])
@@ -229,6 +231,12 @@ class RankReader:
         status = STATUSES[int(code[0])]
         return "killed" if status == "recording" and is_gone(self.writer) else status
 
+    def _size(self) -> int:
+        """Return the size of the file, which grows while it is written."""
+        if self.is_live or self._file_bytes is None:
+            self._file_bytes = self.path.stat().st_size
+        return self._file_bytes
+
     def _open_dataset(self, name: str) -> h5d.DatasetID:
         dataset = self._datasets.get(name)
         if dataset is not None:
@@ -241,7 +249,7 @@ class RankReader:
         plist = dataset.get_create_plist()
         if plist.get_layout() != h5d.CHUNKED or plist.get_nfilters():
             raise ValueError(f"its dataset {name} is not stored in plain chunks")
-        if shape[0] * dtype.itemsize * int(np.prod(tail)) > self._file_bytes:
+        if shape[0] * dtype.itemsize * math.prod(tail) > self._size():
             raise ValueError(f"its dataset {name} claims {shape[0]} rows, more than the file has room for")
         self._datasets[name], self._sizes[name] = dataset, shape[0]
         return dataset
@@ -254,18 +262,27 @@ class RankReader:
         return read_rows(dataset, name, first, count)
 
     def _read_table(self) -> np.ndarray:
-        self._open_dataset("steps")
         table = self._read("steps", 0, self._sizes["steps"])
         # The last row of a file whose writer died while it wrote may be half there; no other may.
         if self.is_live and len(table) and not self._row_holds(table[-1:]):
             table = table[:-1]
-        for number in range(len(table)):
-            if not self._row_holds(table[number : number + 1]):
-                raise BrokenRun(
-                    f"{self.path}: row {number} of its steps was changed or cut off.\n"
-                    f"The file is damaged; find how far it holds: bitcheck verify {self.path.parent}"
-                )
+        data, size = table.tobytes(), STEP_ROW.itemsize
+        checks = [row_check(data[start : start + size]) for start in range(0, len(data), size)]
+        damaged = np.flatnonzero(table["check"] != np.array(checks, np.uint64))
+        if self.is_live:
+            cut = np.flatnonzero(
+                (table["file_bytes"] > self._file_bytes) | ~table.view(np.uint8).reshape(-1, size).any(1)
+            )
+            if cut.size:
+                raise OSError(f"it ends after {self._file_bytes} bytes, before its row {cut[0]}")
+        if damaged.size:
+            raise self._damaged(None, f"row {damaged[0]} of its steps was changed")
         return table
+
+    def _row_holds(self, row: np.ndarray) -> bool:
+        return int(row["check"][0]) == row_check(row.tobytes()) and not (
+            self.is_live and int(row["file_bytes"][0]) > self._size()
+        )
 
     def _read_tail(self) -> np.ndarray:
         tail = np.zeros(1, TAIL_ROW)
@@ -287,11 +304,6 @@ class RankReader:
             for name in ("total_bytes", "total_unobserved", "total_remarks", "root", "state_root", "chain"):
                 tail[name] = last[name]
         return tail
-
-    def _row_holds(self, row: np.ndarray) -> bool:
-        return int(row["check"][0]) == row_check(row) and not (
-            self.is_live and int(row["file_bytes"][0]) > self._file_bytes
-        )
 
     def _load(self, row: np.void) -> LoadedStep:
         layout = self.layout(int(row["layout"]))
@@ -436,25 +448,22 @@ class RankReader:
             yield
         except FileNotFoundError:
             raise NotARun(f"{self.path} does not exist.\nName the folder that `bitcheck run -o` made.") from None
-        except (
-            OSError,
-            RuntimeError,
-            ValueError,
-            KeyError,
-            IndexError,
-            TypeError,
-            OverflowError,
-            MemoryError,
-        ) as error:
-            raise self._broken(error, row) from None
+        except _READING_ERRORS as error:
+            if row is not None and self._table is not None and not isinstance(error, OSError | RuntimeError):
+                raise self._damaged(int(self._table[row]["step"]), _first_line(error)) from None
+            raise self._broken(error) from None
 
-    def _broken(self, error: Exception, row: int | None) -> NotARun | BrokenRun:
-        verify = f"Find how far it holds: bitcheck verify {self.path.parent}"
-        if row is not None and self._table is not None:
-            step = int(self._table[row]["step"])
-            return BrokenRun(
-                f"{self.path}: step {step} of rank {self.rank} does not hold: {_first_line(error)}.\n{verify}"
-            )
+    def _damaged(self, step: int | None, found: str) -> DamagedStep:
+        where = f"step {step} of rank {self.rank}" if step is not None else f"rank {self.rank}"
+        return DamagedStep(
+            f"{self.path}: {where} does not hold: {found}.\n"
+            f"Find how far the run holds: bitcheck verify {self.path.parent}",
+            self.rank,
+            step,
+            found,
+        )
+
+    def _broken(self, error: Exception) -> NotARun | BrokenRun:
         try:
             with self.path.open("rb") as file:
                 start = file.read(len(_HDF5_SIGNATURE))

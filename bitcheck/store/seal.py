@@ -19,8 +19,9 @@ held by their roots and chain.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -37,9 +38,20 @@ def seal_path(path: Path) -> Path:
     return path.with_suffix(".seal")
 
 
-def write_seal(path: Path, *, num_rows: int, chain: bytes, status: str) -> None:
-    """Seal the closed file `path`. Raises OSError."""
-    num_bytes, file_hash = hash_file(path)
+class PreparedSeal(NamedTuple):
+    """A seal that is written, but not yet under its name."""
+
+    building: Path
+    target: Path
+
+    def commit(self) -> None:
+        """Give it its name. Raises OSError."""
+        os.replace(self.building, self.target)
+
+
+def prepare_seal(path: Path, offset: int, byte: bytes, *, status: str, num_rows: int, chain: bytes) -> PreparedSeal:
+    """Seal the closed file `path` as it will be with `byte` at `offset`. Raises OSError."""
+    num_bytes, file_hash = hash_file(path, {offset: byte})
     seal = {
         "schema": SCHEMA,
         "file": path.name,
@@ -51,8 +63,12 @@ def write_seal(path: Path, *, num_rows: int, chain: bytes, status: str) -> None:
     }
     target = seal_path(path)
     building = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    building.write_bytes(encode_document(seal))
-    os.replace(building, target)
+    try:
+        building.write_bytes(encode_document(seal))
+    except OSError:
+        building.unlink(missing_ok=True)
+        raise
+    return PreparedSeal(building, target)
 
 
 def read_seal(path: Path) -> dict[str, Any] | None:
@@ -75,12 +91,19 @@ def read_seal(path: Path) -> dict[str, Any] | None:
     return seal
 
 
-def hash_file(path: Path) -> tuple[int, str]:
-    """Return (size in bytes, XXH3-128 in hex) of a file. Raises OSError."""
+def hash_file(path: Path, changes: Mapping[int, bytes] | None = None) -> tuple[int, str]:
+    """Return (size in bytes, XXH3-128 in hex) of a file, as if `changes` (offset -> one byte) were made.
+
+    Raises OSError.
+    """
     state = xxhash.xxh3_128()
     num_bytes = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
+            for offset, byte in (changes or {}).items():
+                if num_bytes <= offset < num_bytes + len(block):
+                    at = offset - num_bytes
+                    block = block[:at] + byte + block[at + 1 :]
             state.update(block)
             num_bytes += len(block)
     return num_bytes, state.hexdigest()

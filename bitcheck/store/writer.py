@@ -25,7 +25,6 @@ from bitcheck.store.layout import (
     hash_contents,
     link_chain,
 )
-from bitcheck.store.seal import write_seal
 
 _PHASE_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 _KNOWN_LAYOUTS = 8
@@ -139,7 +138,7 @@ class RankWriter:
         for column in columns.values():
             column.flush()
         row["file_bytes"] = self._file.size()
-        row["check"] = row_check(row)
+        row["check"] = row_check(row.tobytes())
         columns["steps"].append(row)
         columns["steps"].flush()
         self._chain, self._totals = chain, totals
@@ -154,8 +153,7 @@ class RankWriter:
             return
         try:
             self._file.size()
-            self._file.close(status)
-            write_seal(self.path, num_rows=self.num_rows, chain=self._chain, status=status)
+            self._file.close(status, num_rows=self.num_rows, chain=self._chain)
         except RecordingError:
             self._file.let_go("failed")
             raise
