@@ -1,0 +1,415 @@
+"""Which differing events of one step are origins, over all ranks: equal inputs, other output.
+
+A step is a graph: events, and edges from each to what it was computed from. An event that differs
+while nothing it depends on does is an origin, everything else that differs inherited it. Where a
+recording has no edges (level `state`, and observed state at any level), the order of the phases
+within a step stands in for them, on the careful side: an event without edges depends on whatever
+came before it. Ranks depend on each other through collectives and through the reduced gradients.
+
+Place in the flow: pairing -> *attribution* -> causes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from bitcheck.events import Group, Phase, Site
+from bitcheck.pairing import StepPair
+
+CALLS = (Phase.FORWARD, Phase.RECOMPUTE)
+OPTIMIZED = (Phase.PARAM, Phase.OPTIM)
+AFTER_GRADIENTS = (Phase.PARAM, Phase.OPTIM, Phase.BUFFER, Phase.EXTRA)
+
+
+class Place(NamedTuple):
+    """An event: a rank and a position in that rank's pair."""
+
+    rank: int
+    position: int
+
+
+@dataclass(slots=True)
+class Blame:
+    """One origin: the computation at fault, as the events that show it."""
+
+    shown: Place
+    """The event that names it."""
+    members: list[Place]
+    """All its events that differ on equal inputs, in order; several outputs of one computation, or several ranks."""
+    is_structural: bool
+    order: tuple[int, int]
+    """Happens-before: (logical clock, rank)."""
+    enclosing: bool = False
+    """Whether the fault is in the functional code of the module that made an argument."""
+    inherited_structure: int = 0
+    """Events with equal inputs that differ after a structural origin and may follow from it."""
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks on which it was seen."""
+        return sorted({place.rank for place in self.members})
+
+
+@dataclass(slots=True)
+class Attribution:
+    """What was found in one step."""
+
+    blames: list[Blame] = field(default_factory=list)
+    """Origins, earliest first."""
+    propagated: int = 0
+    """Events that differ and are no origin."""
+
+
+def is_local_gradient(site: Site) -> bool:
+    """Whether it is a parameter's gradient as it leaves autograd, before any reduction."""
+    return site.phase is Phase.BACKWARD and (site.slot == "grad" or site.slot.startswith("grad."))
+
+
+def is_argument(site: Site) -> bool:
+    """Whether it is an argument of a call, or a contribution to a collective."""
+    return site.slot == "in" or site.slot.startswith("in.")
+
+
+def owner_of(path: str) -> str:
+    """Return the path of the module that owns a parameter or a buffer."""
+    return path.rpartition(".")[0]
+
+
+def attribute_step(pairs: Mapping[int, StepPair]) -> Attribution:
+    """Find the origins of one step; `pairs` has every rank in which something differs."""
+    return _StepGraph(pairs).attribute()
+
+
+class _StepGraph:
+    """The differing part of one step on all ranks, with its explicit and its implied edges."""
+
+    def __init__(self, pairs: Mapping[int, StepPair]) -> None:
+        self.pairs = pairs
+        self.parted = {rank: pair.parted() for rank, pair in pairs.items()}
+        self.first: dict[int, dict[tuple[Phase, bool], int]] = {}
+        """rank -> (phase, is evaluation) -> position of the first event that differs."""
+        for rank, positions in self.parted.items():
+            first: dict[tuple[Phase, bool], int] = {}
+            for position in positions:
+                site = pairs[rank].site(position)
+                first.setdefault((site.phase, site.is_eval), position)
+            self.first[rank] = first
+
+    # ------------------------------------------------------------------ what depends on what
+
+    def _before(self, place: Place, phases: Iterable[Phase], with_eval: bool) -> bool:
+        """Whether an event of these phases differs before `place` on its rank."""
+        first = self.first[place.rank]
+        modes = (False, True) if with_eval else (False,)
+        return any(first.get((phase, mode), place.position) < place.position for phase in phases for mode in modes)
+
+    def _anywhere(self, phases: Iterable[Phase]) -> bool:
+        """Whether a training event of these phases differs on any rank."""
+        wanted = tuple(phases)
+        return any((phase, False) in first for first in self.first.values() for phase in wanted)
+
+    @cached_property
+    def _has_local_gradients(self) -> bool:
+        return any(
+            is_local_gradient(site)
+            for pair in self.pairs.values()
+            for step in (pair.baseline, pair.candidate)
+            for site in step.sites
+        )
+
+    @cached_property
+    def _local_gradient_parted(self) -> bool:
+        return any(
+            is_local_gradient(self.pairs[rank].site(position))
+            for rank, positions in self.parted.items()
+            for position in positions
+        )
+
+    @cached_property
+    def _parted_contributions(self) -> set[tuple[str, str, int]]:
+        """Collectives to which some rank contributed other bits."""
+        found = set()
+        for rank, positions in self.parted.items():
+            for position in positions:
+                site = self.pairs[rank].site(position)
+                if site.phase is Phase.COMM and is_argument(site):
+                    found.add((site.root, site.path, site.occurrence))
+        return found
+
+    @cached_property
+    def _recomputed_regions(self) -> dict[int, list[tuple[int, str, str]]]:
+        """rank -> (position, root, path) of checkpointed regions whose recompute differs."""
+        regions: dict[int, list[tuple[int, str, str]]] = {}
+        for rank, positions in self.parted.items():
+            pair = self.pairs[rank]
+            found = regions[rank] = []
+            for position in positions:
+                if pair.site(position).phase is not Phase.RECOMPUTE:
+                    continue
+                site, key = pair.site(position), pair.group_key(position)
+                found.append((position, site.root, site.path))
+                if key is not None:
+                    groups = (pair.candidate if key[0] else pair.baseline).groups
+                    calls = [groups[number] for _, number in (key, *pair.ancestors(key))]
+                    outer = [group for group in calls if group.kind == "recompute"]
+                    found.extend((position, group.root, group.path) for group in outer[-1:])
+        return regions
+
+    @cached_property
+    def _calls(self) -> dict[int, dict[tuple[str, str], list[int]]]:
+        """rank -> (root, path) of a module -> its arguments and outputs in this step."""
+        calls: dict[int, dict[tuple[str, str], list[int]]] = {}
+        for rank, pair in self.pairs.items():
+            found = calls[rank] = {}
+            for position in range(len(pair)):
+                site = pair.site(position)
+                if site.phase in CALLS:
+                    found.setdefault((site.root, site.path), []).append(position)
+        return calls
+
+    def _inherits(self, place: Place) -> bool:
+        """Whether something that the event depends on differs."""
+        pair = self.pairs[place.rank]
+        site = pair.site(place.position)
+        if site.phase is not Phase.RNG and (Phase.RNG, False) in self.first[place.rank]:
+            return True
+        inputs = pair.inputs(place.position)
+        if any(pair.standing[position] for position in inputs):
+            return True
+        return self._implied[site.phase](self, place, site, inputs)
+
+    def _rng(self, place: Place, site: Site, inputs: list[int]) -> bool:
+        return False
+
+    def _observed(self, place: Place, site: Site, inputs: list[int]) -> bool:
+        """Without edges: whatever came before. With edges: they have been asked."""
+        return not inputs and self._before(place, set(Phase) - {Phase.RNG}, site.is_eval)
+
+    def _batch(self, place: Place, site: Site, inputs: list[int]) -> bool:
+        return self._before(place, set(Phase) - {Phase.BATCH, Phase.RNG}, site.is_eval)
+
+    def _backward(self, place: Place, site: Site, inputs: list[int]) -> bool:
+        pair = self.pairs[place.rank]
+        if any(
+            position < place.position and _is_within(site.root, site.path, root, path)
+            for position, root, path in self._recomputed_regions[place.rank]
+        ):
+            return True
+        if not any(pair.site(position).phase is Phase.BACKWARD for position in inputs) and self._before(
+            place, (Phase.LOSS,), site.is_eval
+        ):
+            return True
+        return self._observed(place, site, inputs)
+
+    def _comm(self, place: Place, site: Site, inputs: list[int]) -> bool:
+        if is_argument(site):
+            return self._observed(place, site, inputs)
+        return (site.root, site.path, site.occurrence) in self._parted_contributions
+
+    def _grad(self, place: Place, site: Site, inputs: list[int]) -> bool:
+        if self._has_local_gradients:
+            return self._local_gradient_parted or self._before(place, (Phase.COMM,), False)
+        earlier = (Phase.RNG, Phase.BATCH, Phase.FORWARD, Phase.RECOMPUTE, Phase.LOSS, Phase.BACKWARD, Phase.COMM)
+        return self._anywhere(earlier) or self._before(place, (Phase.GRAD, Phase.SCALAR), False)
+
+    def _scalar(self, place: Place, site: Site, inputs: list[int]) -> bool:
+        return self._before(place, set(Phase) - {Phase.SCALAR}, True)
+
+    def _optimized(self, place: Place, site: Site, inputs: list[int]) -> bool:
+        return self._anywhere(set(Phase) - set(AFTER_GRADIENTS))
+
+    def _buffer(self, place: Place, site: Site, inputs: list[int]) -> bool:
+        pair = self.pairs[place.rank]
+        owner = owner_of(site.path)
+        calls = self._calls[place.rank].get((site.root, owner))
+        if calls:
+            return any(pair.standing[position] for position in calls) or self._before(place, (Phase.COMM,), True)
+        return self._before(place, set(Phase) - {Phase.BUFFER, *OPTIMIZED, Phase.EXTRA}, True)
+
+    def _extra(self, place: Place, site: Site, inputs: list[int]) -> bool:
+        return self._before(place, set(Phase) - {Phase.EXTRA}, True)
+
+    _implied: Mapping[Phase, Callable[[_StepGraph, Place, Site, list[int]], bool]] = {
+        Phase.RNG: _rng,
+        Phase.BATCH: _batch,
+        Phase.FORWARD: _observed,
+        Phase.RECOMPUTE: _observed,
+        Phase.LOSS: _observed,
+        Phase.BACKWARD: _backward,
+        Phase.GRAD: _grad,
+        Phase.COMM: _comm,
+        Phase.PARAM: _optimized,
+        Phase.OPTIM: _optimized,
+        Phase.BUFFER: _buffer,
+        Phase.SCALAR: _scalar,
+        Phase.EXTRA: _extra,
+    }
+
+    # ------------------------------------------------------------------ from events to computations
+
+    def attribute(self) -> Attribution:
+        """Return the origins, earliest first, and how many other events differ."""
+        total = sum(map(len, self.parted.values()))
+        origins = [
+            Place(rank, position)
+            for rank, positions in self.parted.items()
+            for position in positions
+            if not self._inherits(Place(rank, position))
+        ]
+        if not origins:
+            # Orders that disagree between the runs can close a circle of edges: the first event stands for it.
+            origins = [Place(rank, positions[0]) for rank, positions in self.parted.items() if positions][:1]
+        clocks = self._clocks({place.rank for place in origins})
+        order = {place: (clocks[place.rank][place.position], place.rank) for place in origins}
+        computations: dict[tuple[object, ...], list[Place]] = {}
+        for place in sorted(origins, key=order.__getitem__):
+            computations.setdefault(self._computation(place), []).append(place)
+        blames = [self._blame(members, order[members[0]]) for members in computations.values()]
+        blames = self._without_containers(blames)
+        blames.sort(key=lambda blame: blame.order)
+        blames = _settle_structure(blames)
+        return Attribution(blames, total - sum(len(blame.members) for blame in blames))
+
+    def _computation(self, place: Place) -> tuple[object, ...]:
+        """What makes several events one origin."""
+        pair = self.pairs[place.rank]
+        site = pair.site(place.position)
+        if pair.is_missing(place.position):
+            return ("structure",)
+        if site.phase is Phase.COMM and not is_argument(site):
+            return ("collective", site.root, site.path, site.occurrence)
+        if site.phase in (Phase.GRAD, Phase.SCALAR):
+            return (site.phase,)
+        key = pair.group_key(place.position)
+        if key is not None:
+            return ("group", place.rank, *key)
+        if site.phase in OPTIMIZED:
+            return ("optimizer", place.rank)
+        if site.phase is Phase.BUFFER:
+            has_calls = bool(self._calls[place.rank])
+            return ("buffer", place.rank, site.root, owner_of(site.path)) if has_calls else ("buffer", place.rank)
+        if site.phase in (Phase.BATCH, Phase.RNG, Phase.EXTRA):
+            return (site.phase, place.rank)
+        return ("event", place.rank, place.position)
+
+    def _blame(self, members: list[Place], order: tuple[int, int]) -> Blame:
+        first = members[0]
+        pair = self.pairs[first.rank]
+        site = pair.site(first.position)
+        structural = pair.is_missing(first.position)
+        blame = Blame(first, members, structural, order)
+        if site.phase not in CALLS or not is_argument(site):
+            return blame
+        if structural:
+            blame.shown = self._output_of_call(first, site) or first
+            return blame
+        blame.enclosing = pair.group_key(first.position) is not None
+        for position in self.parted[first.rank]:
+            other = pair.site(position)
+            if pair.group_key(position) == pair.group_key(first.position) and not is_argument(other):
+                blame.shown = Place(first.rank, position)
+                break
+        return blame
+
+    def _output_of_call(self, place: Place, site: Site) -> Place | None:
+        """The output of a call that only one run made, given an argument of it."""
+        pair = self.pairs[place.rank]
+        for position in self.parted[place.rank]:
+            other = pair.site(position)
+            same_call = other[:3] == site[:3] and other[4:] == site[4:]
+            if same_call and pair.is_missing(position) and not is_argument(other):
+                return Place(place.rank, position)
+        return None
+
+    def _without_containers(self, blames: list[Blame]) -> list[Blame]:
+        """Leave out calls around a call that is itself an origin: their outputs only pass it on."""
+        inner: set[tuple[int, bool, int]] = set()
+        for blame in blames:
+            for place in blame.members:
+                pair = self.pairs[place.rank]
+                key = pair.group_key(place.position)
+                if key is not None:
+                    inner.update((place.rank, *ancestor) for ancestor in pair.ancestors(key))
+        kept = []
+        for blame in blames:
+            place = blame.members[0]
+            key = self.pairs[place.rank].group_key(place.position)
+            if blame.enclosing or blame.is_structural or key is None or (place.rank, *key) not in inner:
+                kept.append(blame)
+        return kept
+
+    def _clocks(self, ranks: set[int]) -> dict[int, list[int]]:
+        """Logical time of every event on these ranks: later than all that happened before it anywhere.
+
+        Time runs with the position on a rank; a collective's outputs are later than the inputs of
+        all its members.
+        """
+        clocks = {rank: list(range(len(self.pairs[rank]))) for rank in ranks}
+        if len(ranks) < 2:
+            return clocks
+        collectives: dict[int, list[tuple[tuple[str, str, int], int]]] = {rank: [] for rank in ranks}
+        members: dict[tuple[str, str, int], set[int]] = {}
+        for rank in ranks:
+            pair = self.pairs[rank]
+            for position in range(len(pair)):
+                site = pair.site(position)
+                if site.phase is Phase.COMM and not is_argument(site):
+                    key = (site.root, site.path, site.occurrence)
+                    collectives[rank].append((key, position))
+                    members.setdefault(key, set()).add(rank)
+        reached = dict.fromkeys(ranks, 0)
+        shift = dict.fromkeys(ranks, 0)
+        waiting: dict[tuple[str, str, int], dict[int, int]] = {}
+
+        def advance(rank: int, position: int) -> None:
+            for index in range(reached[rank], position):
+                clocks[rank][index] += shift[rank]
+            reached[rank] = position
+
+        queues = {rank: iter(queue) for rank, queue in collectives.items()}
+        ready = sorted(ranks)
+        while ready:
+            rank = ready.pop()
+            entry = next(queues[rank], None)
+            if entry is None:
+                continue
+            key, position = entry
+            advance(rank, position)
+            present = waiting.setdefault(key, {})
+            present[rank] = position
+            if set(present) == members[key]:
+                time = max(position + shift[member] for member, position in present.items())
+                for member, position in present.items():
+                    shift[member] = time - position
+                ready.extend(present)
+        for rank in ranks:
+            advance(rank, len(clocks[rank]))
+        return clocks
+
+
+def _is_within(root: str, path: str, region_root: str, region_path: str) -> bool:
+    if root != region_root:
+        return False
+    return not region_path or path == region_path or path.startswith(region_path + ".")
+
+
+def _settle_structure(blames: list[Blame]) -> list[Blame]:
+    """Decide between a site that one run lacks and values that differ: the earlier one wins.
+
+    A call more or less changes what follows in ways that no edge shows (it may draw random
+    numbers), and a value that differs may change which calls follow (a branch on it).
+    """
+    if not blames:
+        return blames
+    if not blames[0].is_structural:
+        return [blame for blame in blames if not blame.is_structural]
+    blames[0].inherited_structure = len(blames) - 1
+    return blames[:1]
+
+
+def group_of(pair: StepPair, blame: Blame) -> Group | None:
+    """Return the computation that a blame accuses."""
+    return pair.group(blame.shown.position)

@@ -1,0 +1,171 @@
+"""From blamed events to origins: which cause word, which module and op, which elements.
+
+| cause | an origin that is |
+|---|---|
+| `data` | a batch |
+| `rng` | a generator's state |
+| `forward` | a call's output, a loss, a buffer (a recompute too: its phase says so) |
+| `backward` | a gradient inside autograd |
+| `collective` | a collective's output, or the gradients the optimizer finds where every rank's own agree |
+| `compute` | gradients at level `state`, tracked state, or a step before which steps went unrecorded |
+| `optimizer` | parameters or optimizer state |
+| `hyperparameter` | a scalar |
+| `structure` | a site that one run lacks |
+| `restore`, `initial-state` | a tensor of an initial snapshot |
+
+Place in the flow: attribution -> *causes* -> diff.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from bitcheck.answer import Cause, Origin
+from bitcheck.attribution import CALLS, Blame, is_argument, is_local_gradient, owner_of
+from bitcheck.digest import differing_elements
+from bitcheck.events import STATE_PHASES, Group, Phase, Site
+from bitcheck.naming import Naming
+from bitcheck.pairing import Standing, StepPair
+
+_CAUSE_OF_PHASE = {
+    Phase.BATCH: Cause.DATA,
+    Phase.RNG: Cause.RNG,
+    Phase.FORWARD: Cause.FORWARD,
+    Phase.RECOMPUTE: Cause.FORWARD,
+    Phase.LOSS: Cause.FORWARD,
+    Phase.BACKWARD: Cause.BACKWARD,
+    Phase.BUFFER: Cause.FORWARD,
+    Phase.PARAM: Cause.OPTIMIZER,
+    Phase.OPTIM: Cause.OPTIMIZER,
+    Phase.SCALAR: Cause.HYPERPARAMETER,
+    Phase.EXTRA: Cause.COMPUTE,
+}
+_COMPUTED = (Cause.FORWARD, Cause.BACKWARD, Cause.OPTIMIZER, Cause.COLLECTIVE)
+"""Causes that rest on the state before the step being equal."""
+
+
+def describe_step_origins(
+    blames: Iterable[Blame],
+    pairs: Mapping[int, StepPair],
+    step: int,
+    naming: Naming,
+    *,
+    world_size: int,
+    has_gap: bool,
+) -> list[Origin]:
+    """Return the blamed computations of one step as origins, earliest first.
+
+    `has_gap`: the step before was not recorded, so what entered this one is unknown.
+    """
+    origins = []
+    for blame in blames:
+        pair = pairs[blame.shown.rank]
+        cause = _cause_of(blame, pair, world_size)
+        if has_gap and cause in _COMPUTED:
+            cause = Cause.COMPUTE
+        origin = describe_event(pair, blame.shown.position, step, cause, naming)
+        also = dict.fromkeys(
+            naming.site(pairs[place.rank].site(place.position)) for place in blame.members if place != blame.shown
+        )
+        also.pop(origin.site, None)
+        ranks = blame.ranks if len(blame.ranks) > 1 else []
+        origins.append(replace(origin, also=tuple(also), ranks=tuple(ranks), order=blame.order))
+    return origins
+
+
+def describe_snapshot_difference(
+    pairs: Mapping[int, StepPair], step: int, cause: Cause, naming: Naming
+) -> list[Origin]:
+    """Return every tensor of an initial snapshot that differs or is missing as an origin of its own."""
+    return [
+        describe_event(pair, position, step, cause, naming)
+        for _, pair in sorted(pairs.items())
+        for position in pair.parted()
+        if pair.site(position).phase in STATE_PHASES
+    ]
+
+
+def describe_event(pair: StepPair, position: int, step: int, cause: Cause, naming: Naming) -> Origin:
+    """Return one event that differs or is missing as an origin."""
+    site = pair.site(position)
+    holder, index = pair.holder(position)
+    group = pair.group(position)
+    ours, theirs = int(pair.baseline_index[position]), int(pair.candidate_index[position])
+    standing = Standing(int(pair.standing[position]))
+    missing = {Standing.BASELINE_ONLY: "candidate", Standing.CANDIDATE_ONLY: "baseline"}.get(standing)
+    return Origin(
+        step=step,
+        rank=pair.rank,
+        phase=str(site.phase),
+        site=naming.site(site),
+        module=_module_of(site, group, naming),
+        op=_op_of(site, group, pair),
+        tensor=_tensor_name(site, naming),
+        dtype=holder.dtypes[index],
+        shape=tuple(holder.shapes[index]),
+        elements=_elements(pair, ours, theirs),
+        cause=cause,
+        missing_in=missing,
+        baseline_value=pair.baseline.value(ours) if ours >= 0 else None,
+        candidate_value=pair.candidate.value(theirs) if theirs >= 0 else None,
+        is_eval=site.is_eval,
+    )
+
+
+def _cause_of(blame: Blame, pair: StepPair, world_size: int) -> Cause:
+    site = pair.site(blame.shown.position)
+    if blame.is_structural:
+        return Cause.STRUCTURE
+    if site.phase is Phase.COMM:
+        return Cause.COMPUTE if is_argument(site) else Cause.COLLECTIVE
+    if site.phase is Phase.GRAD:
+        has_local_gradients = any(is_local_gradient(other) for other in pair.baseline.sites)
+        return Cause.COLLECTIVE if has_local_gradients and world_size > 1 else Cause.COMPUTE
+    return _CAUSE_OF_PHASE[site.phase]
+
+
+def _module_of(site: Site, group: Group | None, naming: Naming) -> str | None:
+    if site.phase in CALLS:
+        # An argument's group is the enclosing call, which made it.
+        owner = group if group is not None and not is_argument(site) else site
+        return naming.module(owner.root, owner.path)
+    if group is not None and group.kind not in ("collective", "optimizer") and (group.root or group.path):
+        return naming.module(group.root, group.path)
+    if site.phase in (Phase.PARAM, Phase.BUFFER, Phase.OPTIM, Phase.GRAD) or is_local_gradient(site):
+        return naming.module(site.root, owner_of(site.path))
+    if site.phase is Phase.BATCH and (site.root or site.path):
+        return naming.module(site.root, site.path)
+    return None
+
+
+def _op_of(site: Site, group: Group | None, pair: StepPair) -> str | None:
+    if group is not None:
+        return group.op or None
+    if site.phase in (Phase.PARAM, Phase.OPTIM):
+        labels = {other.root for other in pair.baseline.sites if other.phase is Phase.SCALAR}
+        return labels.pop() if len(labels) == 1 else None
+    return None
+
+
+def _tensor_name(site: Site, naming: Naming) -> str:
+    name = naming.module(site.root, site.path)
+    if site.phase in (Phase.PARAM, Phase.BUFFER, Phase.GRAD):
+        return name
+    if site.phase in (Phase.OPTIM, Phase.SCALAR):
+        return f"{name}.{site.slot}"
+    return naming.site(site).partition("/")[2]
+
+
+def _elements(pair: StepPair, ours: int, theirs: int) -> tuple[int, int] | None:
+    if ours < 0 or theirs < 0:
+        return None
+    baseline, candidate = pair.baseline, pair.candidate
+    shape = tuple(baseline.shapes[ours])
+    if shape != tuple(candidate.shapes[theirs]) or baseline.dtypes[ours] != candidate.dtypes[theirs]:
+        return None
+    num_bytes = int(baseline.num_bytes[ours])
+    count = math.prod(shape)
+    itemsize = num_bytes // count if count else 0
+    return differing_elements(baseline.leaves(ours), candidate.leaves(theirs), num_bytes, itemsize)

@@ -1,0 +1,464 @@
+"""The explanation: what was found, in sentences for a tired engineer.
+
+Where it is, what agreed before it, what differs, what is only downstream; then what else a reader
+should know (environments, recompute, alignment, coverage). It decides nothing: the findings do.
+
+Place in the flow: diff -> *explain* -> answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from bitcheck.answer import Cause, EnvironmentDifference, Origin
+from bitcheck.attribution import Attribution
+from bitcheck.events import Level, Phase
+from bitcheck.naming import Naming
+from bitcheck.pairing import StepPair
+from bitcheck.remedies import find_remedy
+
+MAX_NAMED = 6
+"""Names in one sentence; the JSON answer has them all."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """Everything a diff found, as the explanation and the remedy need it."""
+
+    level: Level
+    world_size: int = 1
+    cause: Cause | None = None
+    origins: list[Origin] = field(default_factory=list)
+    propagated: int = 0
+    count_is_complete: bool = True
+    later_steps: list[tuple[int, bool]] = field(default_factory=list)
+    """Steps after the first that differ and hold no further origin."""
+    steps: int = 0
+    ranks: int = 0
+    first_step: int | None = None
+    last_step: int | None = None
+    statuses: tuple[str, str] = ("complete", "complete")
+    ended_early: dict[str, list[int]] = field(default_factory=dict)
+    last_steps: dict[str, int] = field(default_factory=dict)
+    resumed: str = ""
+    """`baseline` or `candidate` where an initial snapshot was held against the other run's end of step."""
+    gap: tuple[int, int] | None = None
+    """Steps before the first difference that were not recorded."""
+    phases: dict[Phase, tuple[int, int]] = field(default_factory=dict)
+    """Of the first origin's step and rank: phase -> (events, events that differ)."""
+    parted_ranks: list[int] = field(default_factory=list)
+    first_tensor: str | None = None
+    """The first differing event that is no generator's state, where a generator's is the origin."""
+    is_eval_only: bool = False
+    inherited_structure: int = 0
+    environment: Sequence[EnvironmentDifference] = ()
+    recomputes: Mapping[str, list[str]] = field(default_factory=dict)
+    aligned_by: str = "step"
+    alignment_remarks: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    unobserved: Mapping[str, int] = field(default_factory=dict)
+
+    def observe(
+        self, pairs: Mapping[int, StepPair], attribution: Attribution, gap: tuple[int, int] | None, naming: Naming
+    ) -> None:
+        """Take note of what surrounds the first origins."""
+        self.gap = gap
+        self.parted_ranks = sorted(pairs)
+        if not attribution.blames:
+            return
+        first = attribution.blames[0]
+        self.inherited_structure = first.inherited_structure
+        pair = pairs[first.shown.rank]
+        for position in range(len(pair)):
+            phase = pair.site(position).phase
+            total, parted = self.phases.get(phase, (0, 0))
+            self.phases[phase] = total + 1, parted + bool(pair.standing[position])
+        tensors = [pair.site(position) for position in pair.parted() if pair.site(position).phase is not Phase.RNG]
+        if tensors:
+            self.first_tensor = naming.site(tensors[0])
+        self.is_eval_only = all(pair.site(position).is_eval for pair in pairs.values() for position in pair.parted())
+
+
+def recommend(findings: Findings) -> str:
+    """Return what to do next, in sentences; empty where nothing needs doing."""
+    if findings.cause is None:
+        if findings.recomputes:
+            return (
+                "Make the recompute repeat its forward: checkpoint(..., preserve_rng_state=True), and no buffer or "
+                "hidden state that moves between the two."
+            )
+        return ""
+    return find_remedy(findings.cause, findings.origins, findings.level)
+
+
+def explain(findings: Findings) -> str:
+    """Return the explanation of an answer, in sentences."""
+    if findings.cause is None:
+        sentences = [_identical(findings)]
+    elif findings.cause is Cause.ENDED_EARLY:
+        sentences = [_ended_early(findings)]
+    else:
+        sentences = [*_diverged(findings), *_downstream(findings)]
+    sentences.extend(findings.alignment_remarks)
+    if findings.aligned_by == "state":
+        sentences.append("The runs were aligned where one's initial snapshot equals the other's state.")
+    sentences.extend(_recompute(findings))
+    if findings.cause not in (None, Cause.ENDED_EARLY) and findings.environment:
+        sentences.append(_environment(findings.environment))
+    if findings.unobserved:
+        count = sum(findings.unobserved.values())
+        sentences.append(
+            f"{_plural(count, 'thing')} went unobserved in these steps ({_listed(list(findings.unobserved))}), "
+            "so the verdict does not cover them."
+        )
+    return " ".join(sentences)
+
+
+def _identical(findings: Findings) -> str:
+    span = _plural(findings.steps, "step")
+    ranks = f" on {_plural(findings.ranks, 'rank')}" if findings.ranks > 1 else ""
+    return f"All {span} that both runs have{ranks} agree bit for bit."
+
+
+def _ended_early(findings: Findings) -> str:
+    parts = []
+    for name, ranks in findings.ended_early.items():
+        status = findings.statuses[0 if name == "baseline" else 1]
+        how = {"killed": "was killed", "failed": "failed", "recording": "is still being recorded"}.get(
+            status, "did not finish"
+        )
+        where = f" on {_ranks(ranks)}" if findings.ranks > 1 else ""
+        parts.append(f"The {name} {how} and has fewer steps than the other run{where}.")
+    if findings.steps:
+        span = _plural(findings.steps, "step")
+        equal = f"The {span} that both finished agree bit for bit, up to step {findings.last_step}."
+    else:
+        equal = "It finished no step; the states the runs start from agree bit for bit."
+    return " ".join((*parts, equal))
+
+
+def _diverged(findings: Findings) -> list[str]:
+    first, cause = findings.origins[0], findings.origins[0].cause
+    if cause in (Cause.RESTORE, Cause.INITIAL_STATE):
+        return _snapshot(findings)
+    where = _where(first, findings)
+    sentences = {
+        Cause.DATA: _data,
+        Cause.RNG: _rng,
+        Cause.FORWARD: _computation,
+        Cause.BACKWARD: _computation,
+        Cause.COMPUTE: _computation,
+        Cause.COLLECTIVE: _collective,
+        Cause.OPTIMIZER: _optimizer,
+        Cause.HYPERPARAMETER: _hyperparameter,
+        Cause.STRUCTURE: _structure,
+    }[cause](first, where, findings)
+    if findings.gap is not None:
+        begin, end = findings.gap
+        span = f"step {begin}" if begin == end else f"steps {begin} to {end}"
+        sentences.append(
+            f"{span[0].upper()}{span[1:]} before it {'was' if begin == end else 'were'} not recorded, so what entered "
+            "this step is not known and the origin may lie in them."
+        )
+    if findings.is_eval_only and all(origin.is_eval for origin in findings.origins):
+        sentences.append("Only evaluation forwards differ: the training state is equal in both runs.")
+    sentences.extend(first.remarks)
+    others = findings.origins[1:]
+    if others:
+        listed = _listed([_origin_name(origin, findings) for origin in others])
+        sentences.append(
+            f"{_plural(len(others), 'further origin')} that {'does' if len(others) == 1 else 'do'} not depend on it: "
+            f"{listed}."
+        )
+    return sentences
+
+
+def _where(origin: Origin, findings: Findings) -> str:
+    rank = ""
+    if len(origin.ranks) > 1:
+        rank = f" on {_ranks(origin.ranks)}"
+    elif findings.world_size > 1:
+        rank = f" on rank {origin.rank}"
+    mode = ", in an evaluation forward," if origin.is_eval else ""
+    return f"step {origin.step}{rank}{mode}"
+
+
+def _origin_name(origin: Origin, findings: Findings) -> str:
+    rank = f" on rank {origin.rank}" if findings.world_size > 1 else ""
+    return f"{origin.site} in step {origin.step}{rank}"
+
+
+def _tensor(origin: Origin) -> str:
+    """A site with its dtype, shape and differing elements in brackets."""
+    facts = [f"{origin.dtype}, {_shape(origin.shape)}"]
+    if origin.elements is not None:
+        begin, end = origin.elements
+        facts.append(f"differing within elements {begin} to {end} of {math.prod(origin.shape)}")
+    return f"{origin.site} ({'; '.join(facts)})"
+
+
+def _also(origin: Origin) -> list[str]:
+    if not origin.also:
+        return []
+    return [f"The same computation also gave other bits in {_listed(list(origin.also))}."]
+
+
+def _data(first: Origin, where: str, findings: Findings) -> list[str]:
+    return [
+        f"The batch of {where} differs: {_tensor(first)}, while the state before it is equal in both runs.",
+        *([f"So {_do(len(first.also))} {_listed(list(first.also))}."] if first.also else []),
+    ]
+
+
+def _rng(first: Origin, where: str, findings: Findings) -> list[str]:
+    generator = first.tensor.partition(":")[0]
+    sentences = [
+        f"The random number generator {generator} has another state at the start of {where}, and it is drawn from; "
+        "all tensors before that agree."
+    ]
+    if first.also:
+        sentences.append(f"So {_do(len(first.also))} {_listed(list(first.also))}.")
+    if findings.first_tensor:
+        sentences.append(f"The first tensor that differs is {findings.first_tensor}, in the same step.")
+    return sentences
+
+
+def _computation(first: Origin, where: str, findings: Findings) -> list[str]:
+    phase = Phase(first.phase)
+    if phase is Phase.LOSS:
+        return _loss(first, where, findings)
+    if phase is Phase.GRAD:
+        return _gradient(first, where, findings)
+    if phase is Phase.BUFFER:
+        return [
+            f"The buffer {_tensor(first)} is updated to other bits in {where}, while the batch, the parameters and the "
+            f"state before it are equal.",
+            *_also(first),
+        ]
+    if phase is Phase.EXTRA:
+        return [
+            f"The tracked state {_tensor(first)} differs at the end of {where}, while everything recorded before it in "
+            "the step is equal.",
+            *_also(first),
+        ]
+    pass_name = {
+        Phase.FORWARD: "forward pass",
+        Phase.RECOMPUTE: "activation recompute",
+        Phase.BACKWARD: "backward pass",
+        Phase.COMM: "contribution to a collective",
+    }.get(phase, str(phase))
+    who = first.module or first.tensor
+    op = f" ({first.op})" if first.op and first.op != first.module else ""
+    equal = "inputs" if findings.gap is None else "recorded inputs"
+    return [
+        f"{who}{op} gave other bits from equal {equal} in the {pass_name} of {where}: {_tensor(first)}.",
+        *_also(first),
+    ]
+
+
+def _loss(first: Origin, where: str, findings: Findings) -> list[str]:
+    has_modules = Phase.FORWARD in findings.phases
+    agreed = "the batch, every module's output and" if has_modules else "the batch and"
+    sentences = [f"The loss of {where} differs: {_tensor(first)}, while {agreed} the state before it are equal."]
+    if has_modules:
+        sentences.append(
+            "What differs lies between the last module's output and the loss: the loss function itself, or a target "
+            f"that only a functional loss sees, which level {findings.level} does not observe."
+        )
+    else:
+        sentences.append(
+            "The forward pass gave other bits; a target that only a functional loss sees is not observed at level "
+            f"{findings.level}, and would look the same."
+        )
+    return sentences
+
+
+def _gradient(first: Origin, where: str, findings: Findings) -> list[str]:
+    total, parted = findings.phases.get(Phase.GRAD, (0, 0))
+    has_local = Phase.BACKWARD in findings.phases
+    if has_local:
+        return [
+            f"The gradient {_tensor(first)} that the optimizer finds in {where} differs, while every gradient agreed "
+            "as it left autograd: something between the backward pass and the optimizer (a hook, clipping, unscaling) "
+            "changed it.",
+            *_also(first),
+        ]
+    agreed = [
+        name
+        for phase, name in ((Phase.BATCH, "the batch"), (Phase.LOSS, "the loss"))
+        if phase in findings.phases and not findings.phases[phase][1]
+    ]
+    agreed.append("the state before the step")
+    sentences = [f"The gradient {_tensor(first)} differs in {where}, while {_joined(agreed)} agree bit for bit."]
+    if parted > 1:
+        sentences.append(
+            f"{parted} of {total} gradients differ; this one is the first of them that the backward pass computes."
+        )
+    ranks = findings.parted_ranks
+    if len(ranks) > 1:
+        sentences.append(
+            f"The gradients differ on {_ranks(ranks)}; level {findings.level} cannot tell a rank's own backward pass "
+            "from the reduction over ranks."
+        )
+    else:
+        sentences.append(
+            f"Level {findings.level} cannot tell the forward from the backward pass here"
+            + ("; the equal loss speaks for the backward pass." if "the loss" in agreed else ".")
+        )
+    return sentences
+
+
+def _collective(first: Origin, where: str, findings: Findings) -> list[str]:
+    if first.phase == Phase.GRAD:
+        return [
+            f"The gradient {_tensor(first)} that the optimizer finds in {where} differs, while every rank's own "
+            "gradients agree as they leave autograd: the reduction over ranks gave another result.",
+            *_also(first),
+        ]
+    op = f" ({first.op})" if first.op else ""
+    return [
+        f"The collective{op} of {where} gave another result from equal contributions of every rank: {_tensor(first)}.",
+        *_also(first),
+    ]
+
+
+def _optimizer(first: Origin, where: str, findings: Findings) -> list[str]:
+    op = f" ({first.op})" if first.op else ""
+    return [
+        f"The optimizer{op} left other bits in {where}: {_tensor(first)}, from equal gradients, hyperparameters and "
+        "state.",
+        *_also(first),
+    ]
+
+
+def _hyperparameter(first: Origin, where: str, findings: Findings) -> list[str]:
+    sentences = [
+        f"{first.tensor} is {first.baseline_value} in the baseline and {first.candidate_value} in the candidate at "
+        f"{where}, while the gradients and the state before it are equal."
+    ]
+    if first.also:
+        sentences.append(f"So {_do(len(first.also))} {_listed(list(first.also))}.")
+    return sentences
+
+
+def _structure(first: Origin, where: str, findings: Findings) -> list[str]:
+    holder = "baseline" if first.missing_in == "candidate" else "candidate"
+    sentences = [
+        f"The runs did different things in {where}: {first.site} is in the {holder} only, and everything before it "
+        "agrees."
+    ]
+    if first.also:
+        sentences.append(
+            f"{_joined([_listed(list(first.also))])} {'is' if len(first.also) == 1 else 'are'} not in both either."
+        )
+    if findings.inherited_structure:
+        sentences.append(
+            f"{_plural(findings.inherited_structure, 'later computation')} in the step gave other bits from equal "
+            "inputs, which may follow from it (a call draws random numbers, or moves hidden state)."
+        )
+    return sentences
+
+
+def _snapshot(findings: Findings) -> list[str]:
+    first, origins = findings.origins[0], findings.origins
+    differing = [origin for origin in origins if origin.missing_in is None]
+    if first.cause is Cause.INITIAL_STATE:
+        sentences = ["The runs do not start from the same state."]
+    elif findings.resumed:
+        other = "baseline" if findings.resumed == "candidate" else "candidate"
+        sentences = [
+            f"The state that the {findings.resumed} was resumed with is not the {other}'s at the end of step "
+            f"{first.step}."
+        ]
+    else:
+        sentences = [f"The states that the two runs were resumed with (end of step {first.step}) are not the same."]
+    if differing:
+        sentences.append(
+            f"{_plural(len(differing), 'tensor')} {'differs' if len(differing) == 1 else 'differ'}: "
+            f"{_listed([_with_values(origin) for origin in differing])}."
+        )
+    for name in ("baseline", "candidate"):
+        missing = [origin.site for origin in origins if origin.missing_in == name]
+        if missing:
+            sentences.append(
+                f"{_plural(len(missing), 'tensor')} {'is' if len(missing) == 1 else 'are'} missing in the "
+                f"{name}: {_listed(missing)}."
+            )
+    return sentences
+
+
+def _with_values(origin: Origin) -> str:
+    if origin.baseline_value is not None and origin.candidate_value is not None:
+        return f"{origin.site} ({origin.baseline_value} -> {origin.candidate_value})"
+    return origin.site
+
+
+def _downstream(findings: Findings) -> list[str]:
+    sentences = []
+    if findings.propagated:
+        least = "" if findings.count_is_complete else "At least "
+        verb = "differs" if findings.propagated == 1 else "differ"
+        sentences.append(f"{least}{_plural(findings.propagated, 'other event')} {verb} and only inherited it.")
+    steps = [step for step, is_fragment in findings.later_steps if not is_fragment]
+    if steps:
+        sentences.append(f"{_plural(len(steps), 'later step')} {'differs' if len(steps) == 1 else 'differ'} as well.")
+    return sentences
+
+
+def _recompute(findings: Findings) -> list[str]:
+    sentences = []
+    for module, names in sorted(findings.recomputes.items()):
+        runs = "both runs" if len(names) == 2 else f"the {names[0]}"
+        sentences.append(
+            f"In {runs} the activation recompute of {module} gives other bits than its forward from the same inputs, "
+            "so its gradients belong to activations that the loss never saw."
+        )
+    return sentences[:MAX_NAMED]
+
+
+def _environment(differences: Sequence[EnvironmentDifference]) -> str:
+    listed = _listed(
+        [f"{entry.key} ({_or_unset(entry.baseline)} -> {_or_unset(entry.candidate)})" for entry in differences]
+    )
+    return f"The environments differ in {listed}."
+
+
+def _or_unset(value: str | None) -> str:
+    return "unset" if value is None else value
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) if shape else "scalar"
+
+
+def _do(count: int) -> str:
+    return "does" if count == 1 else "do"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    if len(names) <= MAX_NAMED:
+        return _joined(names)
+    return f"{', '.join(names[:MAX_NAMED])} and {len(names) - MAX_NAMED:,} more"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Ranks as spans: `ranks 0-3, 7`."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = _listed([str(begin) if begin == end else f"{begin}-{end}" for begin, end in spans])
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

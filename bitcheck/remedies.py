@@ -1,0 +1,201 @@
+"""What to do about a divergence: a concrete next step for each cause, finer where the op is known.
+
+Place in the flow: diff -> *remedies* -> answer. The first entry that fits is the one that is said.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from bitcheck.answer import Cause, Origin
+from bitcheck.events import Level
+
+COMPUTED = frozenset({Cause.FORWARD, Cause.BACKWARD, Cause.COMPUTE, Cause.OPTIMIZER})
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Advice for origins of some causes, phases, ops and sites."""
+
+    causes: frozenset[Cause]
+    advice: str
+    op: str = ""
+    """Regular expression, found anywhere in the op's or the module's name, ignoring case."""
+    phase: str = ""
+    site: str = ""
+    """Regular expression, found anywhere in the site."""
+
+    def fits(self, cause: Cause, origin: Origin | None) -> bool:
+        """Whether the advice is for this origin."""
+        if cause not in self.causes:
+            return False
+        if not (self.op or self.phase or self.site):
+            return True
+        if origin is None:
+            return False
+        names = f"{origin.op or ''} {origin.module or ''}"
+        return (
+            (not self.op or re.search(self.op, names, re.IGNORECASE) is not None)
+            and (not self.phase or origin.phase == self.phase)
+            and (not self.site or re.search(self.site, origin.site) is not None)
+        )
+
+
+def _only(*causes: Cause) -> frozenset[Cause]:
+    return frozenset(causes)
+
+
+DETERMINISTIC = (
+    "Call torch.use_deterministic_algorithms(True) before training (on CUDA also set CUBLAS_WORKSPACE_CONFIG=:4096:8)"
+)
+
+REMEDIES: tuple[Remedy, ...] = (
+    # ---------------------------------------------------------------- ops with a known switch
+    Remedy(
+        COMPUTED,
+        "Dropout drew another mask from equal generator states: give it a seeded generator, and leave the random "
+        "state as it was when recomputing (checkpoint(..., preserve_rng_state=True)).",
+        op=r"dropout",
+    ),
+    Remedy(
+        COMPUTED,
+        f"{DETERMINISTIC}: the op adds into the same elements from several threads in no fixed order.",
+        op=r"index_?put|indexbackward|index_?add|index_?copy|embedding|scatter|gather|bincount|histc|cumsum|"
+        r"put_|take|max_?unpool|upsample|interpolate|grid_?sampl|replication_?pad|reflection_?pad|adaptive_?avg|"
+        r"adaptive_?max|fractional_?max|ctc_?loss|nll_?loss2d|kthvalue|median",
+    ),
+    Remedy(
+        COMPUTED,
+        "Use a deterministic attention backward: torch.use_deterministic_algorithms(True) for PyTorch's own, "
+        "deterministic=True for flash_attn, or the math backend "
+        "(torch.nn.attention.sdpa_kernel(SDPBackend.MATH)).",
+        op=r"flash|scaled_dot_product|efficient_?attention|sdpa",
+    ),
+    Remedy(
+        COMPUTED,
+        f"{DETERMINISTIC}, and torch.backends.cudnn.benchmark = False: cuDNN picks its algorithm by a timing.",
+        op=r"conv|cudnn",
+    ),
+    Remedy(
+        COMPUTED,
+        "Fix how the matrix product is split: same thread count (OMP_NUM_THREADS, torch.set_num_threads), on CUDA "
+        "CUBLAS_WORKSPACE_CONFIG=:4096:8 and one stream; keep batch shapes equal in both runs.",
+        op=r"\b(aten[.:]+)?(addmm|mm|bmm|baddbmm|matmul|linear)(backward\d*)?\b",
+    ),
+    # ---------------------------------------------------------------- phases
+    Remedy(
+        _only(Cause.FORWARD),
+        "Recompute under the random state and the buffers of the forward pass: "
+        "checkpoint(..., preserve_rng_state=True), and no buffer that the module itself changes.",
+        phase="recompute",
+    ),
+    Remedy(
+        _only(Cause.FORWARD),
+        "Look at what writes the buffer in forward: an order-dependent reduction, a random draw, uninitialised "
+        "memory, or another formula with equal values and other bits. Record at --level module for a finer answer.",
+        phase="buffer",
+    ),
+    Remedy(
+        _only(Cause.FORWARD),
+        "Compare the targets and whatever else enters the loss by hand, or record at --level op, which sees them; "
+        "then look for uninitialised memory (torch.empty), unseeded draws and unordered reductions in the forward "
+        "pass.",
+        phase="loss",
+    ),
+    # ---------------------------------------------------------------- causes
+    Remedy(
+        _only(Cause.DATA),
+        "Make the order and the content of the batches a function of the seed and the step alone: sort file lists "
+        "(os.listdir, set and glob have no fixed order; PYTHONHASHSEED changes a set's), seed the sampler's "
+        "generator and the workers (generator=, worker_init_fn=), and save the sampler's generator and position in "
+        "the checkpoint.",
+    ),
+    Remedy(
+        _only(Cause.RNG),
+        "Seed this generator at the start, save its state in the checkpoint and restore it on resume, and keep "
+        "whatever only one run draws (logging, previews, extra evaluations) on a generator of its own, or put the "
+        "state back afterwards.",
+    ),
+    Remedy(
+        _only(Cause.INITIAL_STATE),
+        "Seed before the model is built (torch.manual_seed, and python's and numpy's generators where they are used), "
+        "build on one device and in one order, and load the same weights.",
+    ),
+    Remedy(
+        _only(Cause.COLLECTIVE),
+        "Fix the order in which ranks are added: the same algorithm and topology in both runs (NCCL_ALGO, NCCL_PROTO, "
+        "equal rank-to-node placement), the same buckets (DDP rebuilds its buckets after the first step, so the "
+        "first step after a resume reduces in another grouping; a first dummy step, or one bucket, makes them equal), "
+        "or an ordered reduction of your own.",
+    ),
+    Remedy(
+        _only(Cause.OPTIMIZER),
+        "Use one implementation of the optimizer in both runs (foreach=, fused=, capturable= equal), and look for "
+        "hidden state: an update from a side stream, an uninitialised buffer, an average or a clip that only one "
+        "run does.",
+    ),
+    Remedy(
+        _only(Cause.HYPERPARAMETER),
+        "Give both runs the same schedule: save the scheduler (lr_scheduler.state_dict()) and whatever counts its "
+        "steps in the checkpoint, and restore it after the optimizer.",
+    ),
+    Remedy(
+        _only(Cause.STRUCTURE),
+        "None and zero are not the same to an optimizer: use zero_grad(set_to_none=...) alike in both runs, and make "
+        "the same parameters take part.",
+        phase="grad",
+    ),
+    Remedy(
+        _only(Cause.STRUCTURE),
+        "Find the branch that makes only one run do this (a condition on time, rank, a file or a random number), and "
+        "make it depend on the step alone.",
+    ),
+    Remedy(
+        _only(Cause.ENDED_EARLY),
+        "See why the run stopped (its own log, out of memory, a signal) and record it again; `--until N` compares "
+        "the finished steps only.",
+    ),
+)
+
+
+def restore_advice(origins: list[Origin]) -> str:
+    """Return which entries a checkpoint lacks, for tensors that were not restored as they were."""
+    phases = {origin.phase for origin in origins}
+    keys = []
+    if "param" in phases:
+        keys.append("the parameters in the dtype they are trained in (model.state_dict(), not cast)")
+    if "buffer" in phases:
+        keys.append("the model's buffers (model.state_dict() whole; persistent=False leaves one out)")
+    if "optim" in phases:
+        keys.append("the optimizer's state (optimizer.state_dict())")
+    if "extra" in phases:
+        keys.append(
+            "the tracked extra state (" + ", ".join(sorted({o.tensor for o in origins if o.phase == "extra"})[:5]) + ")"
+        )
+    return f"Save in the checkpoint, and load before the first step: {'; '.join(keys)}."
+
+
+FINER = {
+    Level.STATE: "Record both runs at --level module to see the module in which it begins.",
+    Level.MODULE: "Record both runs at --level op to see the operation.",
+}
+
+
+def find_remedy(cause: Cause, origins: list[Origin], level: Level) -> str:
+    """Return what to do about a divergence, in sentences."""
+    first = origins[0] if origins else None
+    if cause is Cause.RESTORE:
+        return restore_advice(origins)
+    advice = next((remedy.advice for remedy in REMEDIES if remedy.fits(cause, first)), "")
+    if cause is Cause.COMPUTE and not advice:
+        advice = f"{DETERMINISTIC} and see whether it goes away."
+    if cause in (Cause.FORWARD, Cause.BACKWARD) and not advice:
+        advice = (
+            f"{DETERMINISTIC}; look in this module for unordered reductions, uninitialised memory (torch.empty) and "
+            "draws from generators that no seed reaches."
+        )
+    finer = FINER.get(level)
+    if cause in COMPUTED and finer and finer.split(" to ")[0] not in advice and "--level" not in advice:
+        advice = f"{advice} {finer}"
+    return advice

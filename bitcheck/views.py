@@ -1,0 +1,94 @@
+"""What the diff needs to know about a run, whoever holds it: a folder of files, or memory.
+
+Place in the flow: event -> store -> *views* -> align -> diff. `bitcheck.run.Run`,
+`bitcheck.store.RankReader` and `bitcheck.store.LoadedStep` have these shapes, and so have the runs
+in memory of `bitcheck.memory`; the engine imports none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from bitcheck.events import Group, Level, Site, StepKind
+
+
+class StepView(Protocol):
+    """One recorded step of one rank: n events as columns, in the order in which they happened."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def kind(self) -> StepKind: ...
+    @property
+    def sites(self) -> Sequence[Site]: ...
+    @property
+    def dtypes(self) -> Sequence[str]: ...
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]: ...
+    @property
+    def num_bytes(self) -> npt.NDArray[Any]:
+        """int64 [n]."""
+
+    @property
+    def digests(self) -> npt.NDArray[np.uint8]:
+        """uint8 [n, 16]."""
+
+    @property
+    def groups(self) -> Sequence[Group]: ...
+    @property
+    def group_of(self) -> npt.NDArray[Any]:
+        """int32 [n]; index in `groups`, -1 for observed state."""
+
+    @property
+    def input_ptr(self) -> npt.NDArray[Any]:
+        """int [n + 1]; event i was computed from events inputs[input_ptr[i]:input_ptr[i + 1]]."""
+
+    @property
+    def inputs(self) -> npt.NDArray[Any]: ...
+    @property
+    def unobserved(self) -> Mapping[str, int]: ...
+    @property
+    def remarks(self) -> Sequence[str]: ...
+    def leaves(self, index: int, /) -> bytes: ...
+    def value(self, index: int, /) -> str | None: ...
+
+
+class RankView(Protocol):
+    """One rank's steps: a table with a row a recorded step, and the steps behind it."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def status(self) -> str: ...
+    @property
+    def table(self) -> npt.NDArray[Any]:
+        """Structured, a row a step: step, kind, root, state_root, chain, phase_roots, num_events, num_bytes."""
+
+    def load(self, row: int, /) -> StepView: ...
+
+
+class RunView(Protocol):
+    """One recorded execution."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def run_id(self) -> str: ...
+    @property
+    def info(self) -> Mapping[str, Any]: ...
+    @property
+    def level(self) -> Level: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def status(self) -> str: ...
+    @property
+    def environment(self) -> Mapping[str, str]: ...
+    @property
+    def ranks(self) -> Sequence[int]: ...
+    def rank(self, rank: int, /) -> RankView: ...
