@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -328,6 +328,21 @@ class RankReader:
             raise ValueError("its leaf digests, values or notes were changed")
         return LoadedStep(row, layout, meta, digests, leaves, values, decode_notes(notes))
 
+    def check_layouts(self) -> None:
+        """Decode each layout and meta of the file and check its hash, whatever other readers have shared.
+
+        Raises DamagedStep naming the first step that uses a damaged one.
+        """
+        kept: list[tuple[str, dict[int, Any], Callable[[np.void], Layout | Meta]]] = [
+            ("layout", self._layouts, self._decode_layout),
+            ("meta", self._metas, self._decode_meta),
+        ]
+        for name, decoded, decode in kept:
+            numbers, first_rows = np.unique(self.table[name], return_index=True)
+            for row, number in sorted(zip(first_rows.tolist(), numbers.tolist(), strict=True)):
+                with self._reading(row):
+                    decoded[number] = decode(self._read(f"{name}s", number, 1)[0])
+
     def layout(self, number: int) -> Layout:
         """Return a layout of the file. Readers of the process share those of equal hash."""
         layout = self._layouts.get(number)
@@ -337,12 +352,12 @@ class RankReader:
             if isinstance(shared, Layout) and len(shared.sites) == int(row["num_events"]):
                 layout = shared
             else:
-                layout = self.decode_layout(row)
+                layout = self._decode_layout(row)
                 _share(layout.hash, layout, len(layout.sites))
             self._layouts[number] = layout
         return layout
 
-    def decode_layout(self, row: np.void) -> Layout:
+    def _decode_layout(self, row: np.void) -> Layout:
         """Return the layout that one row of `layouts` describes, checked against its hash."""
         events = self._read("layout_events", int(row["first_event"]), int(row["num_events"]))
         group_rows = self._read("layout_groups", int(row["first_group"]), int(row["num_groups"]))
@@ -384,12 +399,12 @@ class RankReader:
             if isinstance(shared, Meta) and len(shared.dtypes) == int(row["num_events"]):
                 meta = shared
             else:
-                meta = self.decode_meta(row)
+                meta = self._decode_meta(row)
                 _share(meta.hash, meta, len(meta.dtypes))
             self._metas[number] = meta
         return meta
 
-    def decode_meta(self, row: np.void) -> Meta:
+    def _decode_meta(self, row: np.void) -> Meta:
         """Return the meta that one row of `metas` describes, checked against its hash."""
         numbers = self._read("meta_tensors", int(row["first_event"]), int(row["num_events"]))
         tensors = self._rows_at("tensors", numbers)
@@ -485,9 +500,7 @@ class RankReader:
         )
 
 
-_READING_ERRORS = (
-    OSError, RuntimeError, ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError,
-)  # fmt: skip
+_READING_ERRORS = (OSError, RuntimeError, ValueError, LookupError, TypeError, OverflowError, MemoryError)
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _HEADER_TYPES: dict[str, Any] = {
     "run_id": str,

@@ -1,0 +1,59 @@
+"""`bitcheck verify`: is a recorded run still what was recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("verify")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON (schema bitcheck.verify/1) instead of sentences.")
+def command(run: Path, as_json: bool) -> int:
+    """Recompute every root, chain and seal of RUN.
+
+    Finds any changed bit of a finished run. A run that is still being recorded, or whose program was
+    killed, is checked as far as it goes.
+
+    Exit status: 0 all sound, 1 something was changed, 2 the run cannot be read.
+
+    \b
+    Example:
+      bitcheck verify runs/a
+      bitcheck verify --json runs/a
+    """
+    import json
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from bitcheck.errors import EXIT_DIFFERENT, EXIT_IDENTICAL
+    from bitcheck.run import open_run
+    from bitcheck.verify import verify_run
+
+    with open_run(run) as opened:
+        num_ranks = len(opened.ranks)
+    stderr = Console(stderr=True)
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+        task = progress.add_task("verifying", total=num_ranks)
+        answer = verify_run(run, lambda rank: progress.update(task, advance=1))
+    if as_json:
+        click.echo(json.dumps(answer.to_json(), indent=2))
+    elif answer.is_sound:
+        unfinished = answer.world_size - answer.num_sealed
+        note = "" if not unfinished else f" ({unfinished} not finished: no seal to check)"
+        click.echo(
+            f"{answer.path}: sound. {_count(answer.num_rows, 'recorded step')} of "
+            f"{_count(answer.world_size, 'rank')}, {_count(answer.num_events, 'digest')}: every root and chain holds, "
+            f"{_count(answer.num_sealed, 'seal')} intact{note}."
+        )
+    else:
+        for item in answer.damage:
+            click.echo(f"{item}.")
+        click.echo("Restore the files from a copy, or record the run again.")
+    return EXIT_IDENTICAL if answer.is_sound else EXIT_DIFFERENT
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
