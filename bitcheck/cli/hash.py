@@ -77,7 +77,7 @@ def print_tables(hashed: list[HashedFile]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(soft_wrap=True)
+    console = Console(highlight=False)
     for file in hashed:
         table = Table(box=None, pad_edge=False, title=Text(str(file.path)), title_justify="left", title_style="bold")
         for heading, justify in (("digest", "left"), ("dtype", "left"), ("shape", "left"), ("bytes", "right")):
@@ -87,8 +87,9 @@ def print_tables(hashed: list[HashedFile]) -> None:
             shape = ",".join(map(str, tensor.shape))
             cells = (tensor.digest.hex(), tensor.dtype, f"[{shape}]", f"{tensor.num_bytes:,}", tensor.name)
             table.add_row(*map(Text, cells))
-        width = console.width if console.is_terminal else max(console.width, console.measure(table).maximum)
-        console.print(table, width=width, crop=False)
+        if not console.is_terminal:
+            console.width += max((len(tensor.name) for tensor in file.tensors), default=0)
+        console.print(table)
         others = f", {file.num_other_values:,} other values not digested" if file.num_other_values else ""
         num_bytes = sum(tensor.num_bytes for tensor in file.tensors)
         console.print(Text(f"{len(file.tensors):,} tensors, {num_bytes:,} bytes{others}"))
