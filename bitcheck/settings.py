@@ -43,7 +43,7 @@ class Settings:
     """What one process is told."""
 
     folder: str
-    """Absolute path of the run, or of where `selfcheck` collects final states."""
+    """Absolute path of the run."""
     home: str
     """Absolute path of the package `bitcheck`."""
     words: str
@@ -54,6 +54,8 @@ class Settings:
     final: Mapping[str, int] | None = None
     """For `selfcheck`: after how many optimizer steps each rank's state is digested, by rank; an empty
     mapping only counts the steps; None does neither."""
+    final_folder: str = ""
+    """Absolute path of where `selfcheck` collects steps and states."""
 
     def to_json(self) -> str:
         """Return the text for the environment variable."""
@@ -70,6 +72,7 @@ def read_settings(content: Mapping[str, Any]) -> Settings:
         run_id=content["run_id"],
         options=None if options is None else Options(**options),
         final=content["final"],
+        final_folder=content["final_folder"],
     )
 
 

@@ -3,7 +3,7 @@
 Nothing but one hook on optimizers. Each rank leaves two files in the folder of the settings:
 
     rank-00000.steps    the number of optimizer steps so far, as text
-    rank-00000.json     {"steps": K, "digests": {"param/head.weight:value": "0c3f...", ...}, "bytes": n}
+    rank-00000.json     {"steps": K, "digests": {"param/head.weight:value": "0c3f...", ...}, "bytes": n, "unread": []}
 
 The state: parameters, their gradients and the optimizer's state of every optimizer that stepped,
 the buffers of the modules that own these parameters, and the global generators.
@@ -14,15 +14,17 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from bitcheck.digest import digest_bytes
+from bitcheck.errors import DigestError
 from bitcheck.hooks.attach import is_worker, leave_word, this_placement
 from bitcheck.hooks.naming import walk
 from bitcheck.hooks.rng import generator_states
@@ -45,9 +47,11 @@ class _Watch:
         self._pid = 0
         self._optimizers: list[Optimizer] = []
         """Those that stepped, in the order in which they first did."""
+        self._first_generators: dict[str, bytes] = {}
 
     def begin(self) -> None:
         """Install the hook."""
+        self._first_generators = {name: words.tobytes() for name, words in generator_states()}
         self._handle = register_optimizer_step_post_hook(self._stepped)
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -65,7 +69,7 @@ class _Watch:
     def _claim(self) -> bool:
         """Make this process the one that counts for its rank; False where another does."""
         self._rank = this_placement().rank
-        path = Path(self._settings.folder) / f"rank-{self._rank:05d}.steps"
+        path = Path(self._settings.final_folder) / f"rank-{self._rank:05d}.steps"
         try:
             if is_worker():
                 raise FileExistsError
@@ -79,100 +83,128 @@ class _Watch:
         return True
 
     def _write_state(self) -> None:
-        digests: dict[str, str] = {}
-        num_bytes = 0
-        for site, digest, size in final_state(self._optimizers):
-            digests[site] = digest.hex()
-            num_bytes += size
-        path = Path(self._settings.folder) / f"rank-{self._rank:05d}.json"
-        path.write_text(json.dumps({"steps": self._num_steps, "digests": digests, "bytes": num_bytes}), encoding="ascii")
+        state = final_state(self._optimizers, self._first_generators)
+        content = {"steps": self._num_steps, "digests": state.digests, "bytes": state.num_bytes, "unread": state.unread}
+        path = Path(self._settings.final_folder) / f"rank-{self._rank:05d}.json"
+        path.write_text(json.dumps(content), encoding="ascii")
 
 
-def final_state(optimizers: list[Optimizer]) -> Iterator[tuple[str, bytes, int]]:
-    """Yield (site as text, digest, bytes) of everything that these optimizers train, and the generators."""
-    names = parameter_names(optimizers)
-    for name, parameter in names:
-        yield from _parts(f"param/{name}", "value", parameter)
+class FinalState(NamedTuple):
+    """Everything that some optimizers train, and the global generators."""
+
+    digests: dict[str, str]
+    """Site as text -> digest as hexadecimal text."""
+    num_bytes: int
+    unread: list[str]
+    """What has no exact bits (an object of an unknown type in an optimizer's state), and why."""
+
+
+UNTOUCHED = "untouched"
+"""In place of the digest of a generator that is still as it was when torch was imported. Python's and
+numpy's begin differently in every process: unless the program seeds them, all that can be compared is
+whether anybody drew from them."""
+
+
+def final_state(optimizers: Sequence[Optimizer], first_generators: Mapping[str, bytes]) -> FinalState:
+    """Digest parameters, gradients, optimizer state, buffers and the global generators."""
+    parameters, buffers = _named_tensors(optimizers)
+    names = {id(parameter): name for name, parameter in parameters}
+    values: list[tuple[str, str, Any]] = []
+    for name, parameter in parameters:
+        values.append((f"param/{name}", "value", parameter))
         if parameter.grad is not None:
-            yield from _parts(f"grad/{name}", "grad", parameter.grad)
-    by_id = {id(parameter): name for name, parameter in names}
+            values.append((f"grad/{name}", "grad", parameter.grad))
     for number, optimizer in enumerate(optimizers):
-        label = type(optimizer).__name__ if number == 0 else f"{type(optimizer).__name__}_{number + 1}"
+        label = type(optimizer).__name__ + (f"_{number + 1}" if number else "")
         for key, state in optimizer.state.items():
-            name = by_id.get(id(key), label) if isinstance(key, torch.Tensor) else f"{label}.{key}"
-            for slot, value in state.items() if isinstance(state, dict) else [("value", state)]:
-                yield from _parts(f"optim/{name}", str(slot), value)
-    for name, buffer in _buffers({id(parameter) for _, parameter in names}):
-        yield from _parts(f"buffer/{name}", "value", buffer)
+            name = names.get(id(key), label) if isinstance(key, torch.Tensor) else f"{label}.{key}"
+            slots = state.items() if isinstance(state, dict) else [("value", state)]
+            values.extend((f"optim/{name}", str(slot), value) for slot, value in slots)
+    values.extend((f"buffer/{name}", "value", buffer) for name, buffer in buffers)
+
+    digests: dict[str, str] = {}
+    num_bytes = 0
+    unread = []
+    for name, slot, value in values:
+        try:
+            for suffix, part in tensor_parts(value) if isinstance(value, torch.Tensor) else python_value_parts(value):
+                digest, size = _digest(part)
+                digests[f"{name}:{slot}{suffix}"] = digest.hex()
+                num_bytes += size
+        except DigestError as error:
+            unread.append(f"{name}:{slot}: {error}")
     for name, words in generator_states():
-        yield f"rng/{name}:state", digest_bytes("uint8", (words.size,), words)[0], words.size
+        is_untouched = words.tobytes() == first_generators.get(name)
+        digest = digest_bytes("uint8", (words.size,), words)[0]
+        digests[f"rng/{name}:state"] = UNTOUCHED if is_untouched else digest.hex()
+        num_bytes += words.size
+    return FinalState(digests, num_bytes, unread)
 
 
-def parameter_names(optimizers: list[Optimizer]) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, parameter) of every parameter, in the optimizers' order, each once.
+def _digest(part: torch.Tensor | PlainValue) -> tuple[bytes, int]:
+    """Return (digest, bytes) of one piece."""
+    if isinstance(part, PlainValue):
+        return digest_value(part)[0], len(part.data)
+    return digest_tensor(part)[0], part.nbytes
 
-    The name is that in the module that owns it; a parameter that no living module owns is named by
-    its place in the optimizer.
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+def _named_tensors(optimizers: Sequence[Optimizer]) -> tuple[Named, Named]:
+    """Return (name, tensor) of the optimizers' parameters, and of the buffers beside them, each tensor once.
+
+    The names are those in the modules that own the tensors; a parameter that no living module owns is
+    named by its place in its optimizer.
     """
-    parameters: dict[int, tuple[str, torch.Tensor]] = {}
+    fallback: dict[int, str] = {}
+    parameters: list[torch.Tensor] = []
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
-                parameters.setdefault(id(parameter), (f"{type(optimizer).__name__}.{number}.{index}", parameter))
-    for root in _roots(set(parameters)):
-        for path, module, _ in walk(root):
-            for name, parameter in module._parameters.items():
-                known = parameters.get(id(parameter))
-                if known is not None and known[0][:1] != "/":
-                    parameters[id(parameter)] = (f"/{path}.{name}" if path else f"/{name}", known[1])
-    named: list[tuple[str, torch.Tensor]] = []
-    taken: dict[str, int] = {}
-    for name, parameter in parameters.values():
-        plain = name.removeprefix("/")
-        count = taken[plain] = taken.get(plain, 0) + 1
-        named.append((plain if count == 1 else f"{plain}#{count - 1}", parameter))
-    return named
-
-
-def _buffers(parameters: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    seen: set[int] = set()
-    taken: dict[str, int] = {}
+                if id(parameter) not in fallback:
+                    fallback[id(parameter)] = f"{type(optimizer).__name__}.params.{number}.{index}"
+                    parameters.append(parameter)
+    names: dict[int, str] = {}
+    buffers: dict[int, tuple[str, torch.Tensor]] = {}
     for root in _roots(parameters):
         for path, module, _ in walk(root):
+            prefix = f"{path}." if path else ""
+            for name, parameter in module._parameters.items():
+                if id(parameter) in fallback:
+                    names.setdefault(id(parameter), prefix + name)
             for name, buffer in module._buffers.items():
-                if buffer is None or id(buffer) in seen:
-                    continue
-                seen.add(id(buffer))
-                plain = f"{path}.{name}" if path else name
-                count = taken[plain] = taken.get(plain, 0) + 1
-                yield plain if count == 1 else f"{plain}#{count - 1}", buffer
+                if buffer is not None:
+                    buffers.setdefault(id(buffer), (prefix + name, buffer))
+    named = [(names.get(id(parameter), fallback[id(parameter)]), parameter) for parameter in parameters]
+    return _distinct(named), _distinct(buffers.values())
 
 
-def _roots(parameters: set[int]) -> list[nn.Module]:
+def _distinct(named: Iterable[tuple[str, torch.Tensor]]) -> Named:
+    """Number the names that two roots have in common."""
+    counts: Counter[str] = Counter()
+    found = []
+    for name, tensor in named:
+        found.append((f"{name}#{counts[name]}" if counts[name] else name, tensor))
+        counts[name] += 1
+    return found
+
+
+def _roots(parameters: Sequence[torch.Tensor]) -> list[nn.Module]:
     """Return the outermost living modules that own any of `parameters`, in the order of these.
 
     They are looked for in memory, so that no module needs a hook. A module without such parameters
     is left out: it may be one that is dead and not yet collected, which differs from run to run.
     """
-    modules = [found for found in gc.get_objects() if isinstance(found, nn.Module) and "_modules" in vars(found)]
+    # By type(): isinstance() would run the code of proxy objects that pretend to be of another class.
+    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module) and "_modules" in vars(found)]
     inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
-    order = {identity: position for position, identity in enumerate(sorted(parameters))}
-    owned = []
+    order = {id(parameter): position for position, parameter in enumerate(parameters)}
+    owners = []
     for module in modules:
         if id(module) in inner:
             continue
-        found = [order[id(p)] for _, child, _ in walk(module) for p in child._parameters.values() if id(p) in order]
-        if found:
-            owned.append((min(found), len(found), module))
-    return [module for *_, module in sorted(owned, key=lambda entry: entry[:2])]
-
-
-def _parts(site: str, slot: str, value: Any) -> Iterator[tuple[str, bytes, int]]:
-    parts: list[tuple[str, torch.Tensor | PlainValue]] = (
-        [*tensor_parts(value)] if isinstance(value, torch.Tensor) else python_value_parts(value)
-    )
-    for suffix, part in parts:
-        if isinstance(part, PlainValue):
-            yield f"{site}:{slot}{suffix}", digest_value(part)[0], len(part.data)
-        else:
-            yield f"{site}:{slot}{suffix}", digest_tensor(part)[0], part.nbytes
+        owned = [order[id(p)] for _, child, _ in walk(module) for p in child._parameters.values() if id(p) in order]
+        if owned:
+            owners.append((min(owned), len(owned), module))
+    return [module for *_, module in sorted(owners, key=lambda owner: owner[:2])]
