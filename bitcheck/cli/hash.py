@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from bitcheck.cli.progress import show_progress
 from bitcheck.digest import DIGEST_VERSION
 
 if TYPE_CHECKING:
@@ -30,15 +31,21 @@ def command(files: tuple[Path, ...], as_json: bool) -> None:
       bitcheck hash model.safetensors
       bitcheck hash --json checkpoint.pt
     """
-    from rich.console import Console
-    from rich.progress import Progress
+    from bitcheck.hashing import HashedTensor, hash_file
 
-    from bitcheck.hashing import hash_file
+    hashed: list[HashedFile] = []
+    total = sum(path.stat().st_size for path in files if path.is_file())
+    done = 0
+    with show_progress("hashing") as progress:
 
-    stderr = Console(stderr=True)
-    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        task = progress.add_task("hashing", total=sum(path.stat().st_size for path in files if path.is_file()))
-        hashed = [hash_file(path, lambda tensor: progress.advance(task, tensor.num_bytes)) for path in files]
+        def on_tensor(tensor: HashedTensor) -> None:
+            nonlocal done
+            done += tensor.num_bytes
+            if progress is not None:
+                progress(done, total)
+
+        for path in files:
+            hashed.append(hash_file(path, on_tensor))
     if as_json:
         click.echo(json.dumps(as_document(hashed), indent=1))
     else:
