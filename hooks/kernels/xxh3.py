@@ -82,7 +82,7 @@ def _u64(value):
 
 
 @triton.jit
-def _find_tensor(firsts_ptr, num_tensors, leaf):
+def find_tensor(firsts_ptr, num_tensors, leaf):
     """Return the number of the tensor that `leaf` belongs to: the last whose first leaf is not after it."""
     steps = tl.arange(0, _FANOUT)
     base = 0
@@ -257,7 +257,7 @@ def hash_table_kernel(table_ptr, num_tensors: tl.int32, out_address: tl.int64, s
     """
     leaf = tl.program_id(0).to(tl.int64)
     firsts_ptr = table_ptr + 2 * num_tensors
-    tensor = _find_tensor(firsts_ptr, num_tensors, leaf)
+    tensor = find_tensor(firsts_ptr, num_tensors, leaf)
     address = tl.load(table_ptr + tensor)
     num_bytes = tl.load(table_ptr + num_tensors + tensor)
     start = (leaf - tl.load(firsts_ptr + tensor)) * 16384
