@@ -1,0 +1,131 @@
+"""`bitcheck reference`: the bundled FP8 mixture-of-experts trainer, to try bitcheck on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+LEAVE_OUT = ("masters", "moments", "step", "router_bias", "ema", "rng.torch", "rng.python", "rng.numpy", "data")
+CONFIGS = ("tiny", "tiny-hybrid", "lite", "lite-hybrid", "nano", "nano-hybrid")
+
+
+@click.group("reference")
+def command() -> None:
+    """Train the bundled DeepSeek-V3-style FP8 model, to try bitcheck on it.
+
+    Every known source of nondeterminism in it is a named switch: see `bitcheck reference switches`.
+    """
+
+
+@command.command("switches")
+def switches() -> None:
+    """List the switches that `train --set` takes, and their forms.
+
+    Example: bitcheck reference switches
+    """
+    from bitcheck.reference_runs.switches import TABLE
+
+    for switch in TABLE.values():
+        free = f"; not reproducible: {', '.join(switch.free)}" if switch.free else ""
+        click.echo(f"{switch.name:<20} {', '.join(switch.deterministic)}{free}")
+        click.echo(f"{'':<20} {switch.about}")
+
+
+@command.command("train")
+@click.option("--config", "config_name", type=click.Choice(CONFIGS), default="tiny", show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), required=True, help="Train up to this step; steps count from 0.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--precision", type=click.Choice(["fp8", "bf16"]), default="fp8", show_default=True)
+@click.option("--recipe", type=click.Choice(["deterministic", "fast"]), default="deterministic", show_default=True)
+@click.option("--set", "settings", multiple=True, metavar="NAME=FORM", help="Give one switch another form. Repeatable.")
+@click.option("--data", "data_path", type=click.Path(path_type=Path), help="Text to train on; default: Python's own.")
+@click.option("--device", type=click.Choice(["cpu"]), default="cpu", show_default=True)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("runs/reference"),
+    show_default=True,
+    help="Folder for checkpoints.",
+)
+@click.option("--save-every", type=click.IntRange(min=1), metavar="M", help="Write a checkpoint after every M steps.")
+@click.option("--resume", type=click.Path(path_type=Path), metavar="CKPT", help="Go on from a checkpoint.")
+@click.option(
+    "--leave-out",
+    type=click.Choice(LEAVE_OUT),
+    multiple=True,
+    help="A fault to try bitcheck on: with --resume, do not restore this piece. Repeatable.",
+)
+@click.option("--record", type=click.Path(path_type=Path), metavar="RUN", help="Record the run into this folder.")
+@click.option(
+    "--level",
+    type=click.Choice(["state", "module", "op"]),
+    default="state",
+    show_default=True,
+    help="How much --record keeps.",
+)
+@click.option("--quiet", is_flag=True, help="Print the result only.")
+def train(
+    config_name: str,
+    steps: int,
+    seed: int,
+    precision: Any,
+    recipe: str,
+    settings: tuple[str, ...],
+    data_path: Path | None,
+    device: str,
+    out: Path,
+    save_every: int | None,
+    resume: Path | None,
+    leave_out: tuple[str, ...],
+    record: Path | None,
+    level: str,
+    quiet: bool,
+) -> None:
+    """Train the model, and perhaps record, save or resume it.
+
+    Two recordings of the same command are identical bit for bit; with a switch in a form that is not
+    reproducible they are not:
+
+    \b
+        bitcheck reference train --steps 20 --record runs/a
+        bitcheck reference train --steps 20 --record runs/b --set moe.dprob=atomic
+        bitcheck diff runs/a runs/b
+    """
+    from bitcheck.errors import UsageError
+    from bitcheck.reference_runs.configs import get_config
+    from bitcheck.reference_runs.data import read_text
+    from bitcheck.reference_runs.progress import ProgressLine
+    from bitcheck.reference_runs.switches import Switches
+    from bitcheck.reference_runs.train import Options
+    from bitcheck.reference_runs.train import train as run
+
+    if leave_out and resume is None:
+        raise UsageError("--leave-out skips a piece of what --resume restores; give a checkpoint to --resume")
+    options = Options(
+        steps=steps,
+        seed=seed,
+        precision=precision,
+        switches=Switches.from_options(recipe, settings),
+        save_every=save_every,
+        out=out,
+        resume=resume,
+        leave_out=leave_out,
+        record=record,
+        level=level,
+    )
+    config = get_config(config_name)
+    text = read_text(data_path)
+    if not quiet:
+        click.echo(f"{config.name}, {precision}, seed {seed}, on {text.name} ({text.data.size:,} bytes, {text.digest})")
+        if options.switches.free:
+            click.echo(f"simulated arrival order, different in every run: {', '.join(options.switches.free)}")
+        if leave_out:
+            click.echo(f"not restored, on purpose: {', '.join(leave_out)}")
+    with ProgressLine(steps, quiet) as progress:
+        trainer = run(config, text, options, progress)
+    click.echo(
+        f"held-out loss {trainer.evaluate():.4f} nats a byte after {trainer.step} steps"
+        f" (unigram entropy {text.unigram_entropy():.4f})"
+    )
