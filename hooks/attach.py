@@ -84,6 +84,26 @@ def call_at_end(end: Callable[[], None]) -> None:
         multiprocessing.util.Finalize(None, end, exitpriority=100)
 
 
+def call_when_spawned(then: Callable[[], None]) -> None:
+    """Call `then` in a spawned process of multiprocessing as soon as it is known which process it is."""
+    kind: Any = multiprocessing.process.BaseProcess
+    original = kind._bootstrap
+
+    def _bootstrap(process: Any, *args: Any, **kwargs: Any) -> Any:
+        kind._bootstrap = original
+        run = process.run
+
+        def begin_then_run() -> None:
+            del process.run
+            then()
+            run()
+
+        process.run = begin_then_run
+        return original(process, *args, **kwargs)
+
+    kind._bootstrap = _bootstrap
+
+
 def ending_status() -> str:
     """Return `failed` where an exception is what ends this process, else `complete`.
 
@@ -123,11 +143,18 @@ class Attachment:
 
     def begin(self) -> None:
         """Attach; nothing is written before the program trains."""
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            call_when_spawned(self._begin)  # multiprocessing imports the program before it says what for
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        if is_worker():
+            self._note_first_step("refused", rank=this_placement().rank)
+            return
         self._recorder.start()
         os.register_at_fork(after_in_child=self._after_fork)
         multiprocessing.util.register_after_fork(self, Attachment._after_process_start)
-        if is_worker():
-            self._stand_aside()
 
     # --- a process that trains
 
@@ -209,13 +236,10 @@ class Attachment:
         self._note_first_step("refused", rank=self._placement.rank)
 
     def _after_process_start(self) -> None:
-        """In a process of multiprocessing, once it is known what it is for."""
+        """In a process that multiprocessing forked, once it is known what it is for."""
         if self._recorder.is_active and is_worker():
-            self._stand_aside()
-
-    def _stand_aside(self) -> None:
-        self._recorder.detach()
-        self._note_first_step("refused", rank=this_placement().rank)
+            self._recorder.detach()
+            self._note_first_step("refused", rank=this_placement().rank)
 
     def _note_first_step(self, what: str, **details: Any) -> None:
         """Leave a word when an optimizer has stepped for the first time."""

@@ -51,6 +51,8 @@ class _Watch:
 
     def begin(self) -> None:
         """Install the hook."""
+        import numpy.random  # noqa: F401  numpy loads it late, with a state of its own; from here on it has one
+
         self._first_generators = {name: words.tobytes() for name, words in generator_states()}
         self._handle = register_optimizer_step_post_hook(self._stepped)
 
