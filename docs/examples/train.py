@@ -1,10 +1,10 @@
-"""An ordinary training loop: a small character model on its own source text. It knows nothing of bitcheck.
+"""An ordinary training loop: a small character model on Python's help texts. It knows nothing of bitcheck.
 
 python train.py [--steps N] [--seed S] [--save FILE] [--resume FILE]
 """
 
 import argparse
-from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 from torch import nn
@@ -49,7 +49,7 @@ def main():
     options = parser.parse_args()
 
     torch.manual_seed(options.seed)
-    data = torch.tensor(list(Path(__file__).read_bytes()))
+    data = torch.tensor(list("".join(topics.values()).encode()))
     model = CharacterModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     first = 0
