@@ -126,7 +126,10 @@ def test_the_analysis_side_imports_no_torch() -> None:
         for file in folder.glob("*.py")
         if not file.stem.startswith("__")
     ]
-    code = f"import sys, importlib\nfor name in {modules}: importlib.import_module(name)\nassert 'torch' not in sys.modules"
+    code = (
+        f"import sys, importlib\nfor name in {modules}: importlib.import_module(name)\n"
+        "assert 'torch' not in sys.modules"
+    )
     run(sys.executable, "-c", code, cwd=ROOT)
 
 

@@ -44,7 +44,11 @@ def tensors() -> dict[str, torch.Tensor]:
     for name in DTYPES:
         data = torch.arange(96, dtype=torch.uint8) & (1 if name == "bool" else 255)
         made[f"of.{name}"] = data.view(getattr(torch, name)).reshape(2, -1)
-    return made | {"scalar": torch.tensor(-0.0), "empty": torch.zeros(0, 3), LONG_NAME: torch.arange(5600.0).view(70, 80)}
+    return made | {
+        "scalar": torch.tensor(-0.0),
+        "empty": torch.zeros(0, 3),
+        LONG_NAME: torch.arange(5600.0).view(70, 80),
+    }
 
 
 def test_a_safetensors_file_gives_the_digests_of_its_tensors(tmp_path: Path) -> None:
