@@ -187,7 +187,7 @@ def record_program(
             )
         except ProgramNotFound:
             if is_first:
-                shutil.rmtree(folder, ignore_errors=True)
+                (folder / "run.json").unlink()
             raise
         told = read_words(Path(words))
     _finish_run(folder, ending, told, options, is_first)
@@ -203,21 +203,31 @@ def _finish_run(folder: Path, ending: Ending, told: Sequence[Word], options: Opt
         # What failed was said when it did, by the process in which it did.
         if note.is_news:
             print(f"bitcheck: {note.text}", file=sys.stderr)
+    written = _read_info(folder)
     changes: dict[str, Any] = {}
     if notes:
-        changes["notes"] = [note.text for note in notes]
-    sizes = [int(word["world_size"]) for word in told if word.get("what") == "claimed"]
-    if sizes:
-        changes["world_size"] = max(sizes)
-    if is_first:
-        changes |= {"status": ending.status, "exit_status": ending.exit_status, "ended": utc_now()}
-    elif ending.exit_status:
+        changes["notes"] = [*written.get("notes", []), *(note.text for note in notes)]
+    # With a launcher a rank, one that failed has had its say: rank 0's own good end does not undo it.
+    if ending.exit_status or (is_first and written.get("status") == "recording"):
         changes |= {"status": ending.status, "exit_status": ending.exit_status}
+    if is_first:
+        changes["ended"] = utc_now()
+        if sizes := [word["world_size"] for word in told if word["what"] == "claimed"]:
+            changes["world_size"] = max(sizes)
     try:
         if changes:
             update_run(folder, **changes)
     except BitcheckError as error:
         print(f"bitcheck: the end of the run is not written down: {error}", file=sys.stderr)
+
+
+def _read_info(folder: Path) -> dict[str, Any]:
+    """Return run.json, nothing where it cannot be read: `update_run` says then what is wrong with it."""
+    try:
+        info = json.loads((folder / "run.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return info if isinstance(info, dict) else {}
 
 
 def _run_info(command: Sequence[str], run_id: str, options: Options, placement: Placement | None) -> dict[str, Any]:
@@ -242,12 +252,9 @@ def join_run(folder: Path, job: str, timeout_s: float = _JOIN_TIMEOUT_S) -> str:
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        try:
-            info = json.loads((folder / "run.json").read_bytes())
-            if info["status"] == "recording" and info["job"] == job:
-                return str(info["run_id"])
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # not there yet, or an older run that rank 0 is about to replace
+        info = _read_info(folder)  # nothing yet, perhaps, or an older run that rank 0 is about to replace
+        if info.get("status") == "recording" and info.get("job") == job:
+            return str(info["run_id"])
         if time.monotonic() > deadline:
             raise RecordingError(
                 f"{folder}: rank 0 made no run here within {timeout_s:g} s; this rank would be lost.\n"
