@@ -223,7 +223,6 @@ _SWITCHES = {
     "deterministic": "are_deterministic_algorithms_enabled",
     "deterministic.warn_only": "is_deterministic_algorithms_warn_only_enabled",
     "deterministic.fill_uninitialized_memory": "_C._get_deterministic_fill_uninitialized_memory",
-    "float32_matmul_precision": "_C._get_float32_matmul_precision",
     "mkldnn.enabled": "_C._get_mkldnn_enabled",
     "mkldnn.deterministic": "_C._get_mkldnn_deterministic",
     "nnpack.enabled": "_C._get_nnpack_enabled",
@@ -249,8 +248,8 @@ _FP32_PRECISION = (
     ("mkldnn", "matmul"),
     ("mkldnn", "conv"),
 )
-"""TF32 and the like, by backend and op. The older getters (`allow_tf32`) raise once a program has used
-the newer setters; these never do."""
+"""TF32 and the like, by backend and op: `set_float32_matmul_precision` and `allow_tf32` show here too. Their own
+getters raise once a program has used the newer setters; these never do."""
 
 
 def _gpus(torch: Any) -> Iterable[str]:
