@@ -21,6 +21,17 @@ from bitcheck.pairing import StepPair
 
 CALLS = (Phase.FORWARD, Phase.RECOMPUTE)
 OPTIMIZED = (Phase.PARAM, Phase.OPTIM)
+LOCAL_GRADIENT_SLOTS = frozenset(
+    (
+        "grad",
+        *(
+            f"grad.{part}"
+            for part in ("indices", "values", "crow_indices", "col_indices", "ccol_indices", "row_indices")
+        ),
+    )
+)
+"""A parameter's gradient within phase `backward`, the parts of a sparse one included. (`grad.head.out` is the
+gradient of the output of `head`, as code in the module around it computed it.)"""
 AFTER_GRADIENTS = (Phase.PARAM, Phase.OPTIM, Phase.BUFFER, Phase.EXTRA)
 
 
@@ -65,12 +76,17 @@ class Attribution:
 
 def is_local_gradient(site: Site) -> bool:
     """Whether it is a parameter's gradient as it leaves autograd, before any reduction."""
-    return site.phase is Phase.BACKWARD and (site.slot == "grad" or site.slot.startswith("grad."))
+    return site.phase is Phase.BACKWARD and site.slot in LOCAL_GRADIENT_SLOTS
 
 
 def is_argument(site: Site) -> bool:
     """Whether it is an argument of a call, or a contribution to a collective."""
     return site.slot == "in" or site.slot.startswith("in.")
+
+
+def is_operation(group: Group | None) -> bool:
+    """Whether a computation is one dispatched operation: all that it depends on is among its edges."""
+    return group is not None and group.kind == "op"
 
 
 def owner_of(path: str) -> str:
@@ -179,6 +195,8 @@ class _StepGraph:
         inputs = pair.inputs(place.position)
         if any(pair.standing[position] for position in inputs):
             return True
+        if is_operation(pair.group(place.position)):
+            return self._observed(place, site, inputs)
         return self._implied[site.phase](self, place, site, inputs)
 
     def _rng(self, place: Place, site: Site, inputs: list[int]) -> bool:
@@ -281,9 +299,11 @@ class _StepGraph:
             return ("structure",)
         if site.phase is Phase.COMM and not is_argument(site):
             return ("collective", site.root, site.path, site.occurrence)
+        key = pair.group_key(place.position)
+        if key is not None and is_operation(pair.group(place.position)):
+            return ("group", place.rank, *key)
         if site.phase in (Phase.GRAD, Phase.SCALAR):
             return (site.phase,)
-        key = pair.group_key(place.position)
         if key is not None:
             return ("group", place.rank, *key)
         if site.phase in OPTIMIZED:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from bitcheck.answer import Cause, Origin
-from bitcheck.attribution import CALLS, Blame, is_argument, is_local_gradient, owner_of
+from bitcheck.attribution import CALLS, Blame, is_argument, is_local_gradient, is_operation, owner_of
 from bitcheck.digest import differing_elements
 from bitcheck.events import STATE_PHASES, Group, Phase, Site
 from bitcheck.naming import Naming
@@ -80,10 +80,10 @@ def describe_snapshot_difference(
 ) -> list[Origin]:
     """Return every tensor of an initial snapshot that differs or is missing as an origin of its own."""
     return [
-        describe_event(pair, position, step, cause, naming)
+        replace(describe_event(pair, position, step, cause, naming), op=None)
         for _, pair in sorted(pairs.items())
         for position in pair.parted()
-        if pair.site(position).phase in STATE_PHASES
+        if pair.site(position).phase in STATE_PHASES and not is_operation(pair.group(position))
     ]
 
 
@@ -120,6 +120,8 @@ def _cause_of(blame: Blame, pair: StepPair, world_size: int) -> Cause:
         return Cause.STRUCTURE
     if site.phase is Phase.COMM:
         return Cause.COMPUTE if is_argument(site) else Cause.COLLECTIVE
+    if site.phase is Phase.GRAD and is_operation(pair.group(blame.shown.position)):
+        return Cause.BACKWARD  # clipping and the like, between backward and the optimizer
     if site.phase is Phase.GRAD:
         has_local_gradients = any(is_local_gradient(other) for other in pair.baseline.sites)
         return Cause.COLLECTIVE if has_local_gradients and world_size > 1 else Cause.COMPUTE
@@ -166,6 +168,8 @@ def _elements(pair: StepPair, ours: int, theirs: int) -> tuple[int, int] | None:
     if shape != tuple(candidate.shapes[theirs]) or baseline.dtypes[ours] != candidate.dtypes[theirs]:
         return None
     num_bytes = int(baseline.num_bytes[ours])
+    if baseline.value(ours) is not None:
+        return None
     count = math.prod(shape)
     itemsize = num_bytes // count if count else 0
     return differing_elements(baseline.leaves(ours), candidate.leaves(theirs), num_bytes, itemsize)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from bitcheck.align import FINISHED, Alignment, RowPairs, align_runs, pair_rows
 from bitcheck.answer import Aligned, Answer, Cause, Compared, EnvironmentDifference, Origin, RunFacts, Verdict
-from bitcheck.attribution import attribute_step
+from bitcheck.attribution import attribute_step, is_operation
 from bitcheck.causes import describe_snapshot_difference, describe_step_origins
 from bitcheck.events import PHASES, STATE_PHASES, Level, Phase, Site, StepKind
 from bitcheck.explain import Findings, explain, recommend
@@ -321,7 +321,10 @@ class _Comparison:
                 return None
             pairs = {rank: pair for rank, pair in loaded.items() if self._filter(pair, rank, key)}
             for rank, pair in loaded.items():
-                if not any(pair.site(position).phase in STATE_PHASES for position in pair.parted()):
+                if not any(
+                    pair.site(position).phase in STATE_PHASES and not is_operation(pair.group(position))
+                    for position in pair.parted()
+                ):
                     self.equal_states.add((rank, key))
             if not pairs:
                 continue
@@ -396,7 +399,8 @@ class _Comparison:
         ]
 
         def is_no_divergence(site: Site, position: int) -> bool:
-            if is_initial and site.phase not in STATE_PHASES:
+            operation = is_operation(pair.group(position))
+            if is_initial and (operation or site.phase not in STATE_PHASES):
                 return True
             if site.phase not in self.phases:
                 return True
@@ -408,7 +412,7 @@ class _Comparison:
                 if site.root not in roots[lacking]:
                     self.uncalled["candidate" if lacking else "baseline"].add(site.root)
                     return True
-            if site.phase is Phase.RNG:
+            if site.phase is Phase.RNG and not operation:  # an operation's generator is drawn from as it is read
                 return missing or not self._is_in_use(rank, site, index)
             return False
 

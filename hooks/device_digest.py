@@ -27,7 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from bitcheck.digest import DIGEST_BYTES, LEAF_BYTES, digest_from_leaves, num_le
 from bitcheck.errors import DigestError
 from bitcheck.hooks.kernels.cuda import CudaQueue
 from bitcheck.hooks.kernels.layout import address_of, as_transposed, as_words, row_blocks
-from bitcheck.hooks.tensors import Digest, digest_tensor, dtype_name
+from bitcheck.hooks.tensors import Digest, digest_tensor
 
 RING_LEAVES = 2 * 1024 * 1024
 """Leaf digests that may be on their way at once: 32 MiB, which stand for 32 GiB of tensors."""
@@ -153,12 +153,8 @@ class _Flight:
         self.data: bytes | None = None
 
 
-class _Part(NamedTuple):
-    """Leaf digests [first, first + size) of a flight's slots."""
-
-    flight: _Flight
-    first: int
-    size: int
+_Part = tuple[_Flight, int, int]
+"""A flight, and which of its slots: the first, counted from the flight's own first, and how many."""
 
 
 class DeviceTicket:
@@ -166,25 +162,34 @@ class DeviceTicket:
 
     __slots__ = ("_digester", "_dtype", "_num_bytes", "_shape", "parts")
 
-    def __init__(self, digester: DeviceDigester, tensor: torch.Tensor, num_bytes: int) -> None:
+    def __init__(self, digester: DeviceDigester, dtype: torch.dtype, shape: torch.Size, num_bytes: int) -> None:
         self._digester = digester
-        self._dtype = dtype_name(tensor)
-        self._shape = tuple(tensor.shape)
+        self._dtype = dtype
+        self._shape = shape
         self._num_bytes = num_bytes
-        self.parts: list[_Part] = []
+        self.parts: tuple[_Part, ...] = ()
 
     def resolve(self) -> Digest:
         """Wait for and return (digest, leaf digests). Raises DigestError where the device has failed."""
         leaves = b"".join(map(self._digester.read, self.parts))
-        return digest_from_leaves(self._dtype, self._shape, self._num_bytes, leaves), leaves
+        dtype = str(self._dtype).removeprefix("torch.")
+        return digest_from_leaves(dtype, self._shape, self._num_bytes, leaves), leaves
 
 
-class _Piece(NamedTuple):
-    """Contiguous memory that is part of, or all of, a ticket's tensor."""
+class _Pieces:
+    """Contiguous pieces of memory to hash in this order, each part of, or all of, a ticket's tensor."""
 
-    ticket: DeviceTicket
-    address: int
-    num_bytes: int
+    __slots__ = ("addresses", "sizes", "tickets")
+
+    def __init__(self) -> None:
+        self.tickets: list[DeviceTicket] = []
+        self.addresses: list[int] = []
+        self.sizes: list[int] = []
+
+    def add(self, ticket: DeviceTicket, address: int, num_bytes: int) -> None:
+        self.tickets.append(ticket)
+        self.addresses.append(address)
+        self.sizes.append(num_bytes)
 
 
 class Kernels(Protocol):
@@ -277,83 +282,92 @@ class DeviceDigester:
 
     def _submit(self, tensors: Sequence[torch.Tensor]) -> list[DeviceTicket]:
         tickets = []
-        pieces: list[_Piece] = []
+        pieces = _Pieces()
         strided: list[tuple[DeviceTicket, torch.Tensor]] = []
-        for tensor in tensors:
+        for tensor in tensors:  # some microseconds a tensor, in the training thread: hence so plain
             num_bytes = tensor.nbytes
-            ticket = DeviceTicket(self, tensor, num_bytes)
+            ticket = DeviceTicket(self, tensor.dtype, tensor.shape, num_bytes)
             tickets.append(ticket)
             if num_bytes == 0:
                 continue
             address = address_of(tensor, num_bytes)
             if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-                pieces.append(_Piece(ticket, address, num_bytes))
+                pieces.add(ticket, address, num_bytes)
             else:
                 strided.append((ticket, tensor))
-        if not (pieces or strided):
+        if not (pieces.tickets or strided):
             return tickets
         stream = self._queue.stream()
         if strided:
             with _NO_DISPATCH(), torch.no_grad():
-                self._gather(strided, pieces, stream)
+                pieces = self._gather(strided, pieces, stream)
         self._launch(pieces, stream)
         if self._filling.end - self._filling.start >= self._launch_leaves // 2:
             self.flush()
         return tickets
 
-    def _launch(self, pieces: list[_Piece], stream: int) -> None:
+    def _launch(self, pieces: _Pieces, stream: int) -> None:
         """Hash pieces in as few launches as the ring allows; a piece larger than a launch is cut."""
-        batch: list[_Piece] = []
-        leaves = 0
-        for piece in pieces:
-            ticket, address, num_bytes = piece
-            while num_bytes:
-                if leaves == self._launch_leaves or len(batch) == self._table_tensors:
-                    self._launch_batch(batch, leaves, stream)
-                    batch, leaves = [], 0
-                taken = min(num_bytes, (self._launch_leaves - leaves) * LEAF_BYTES)
-                batch.append(_Piece(ticket, address, taken))
+        count = len(pieces.sizes)
+        # Each tensor's last leaf may be a small one, hence one leaf more for each.
+        most_leaves = sum(pieces.sizes) // LEAF_BYTES + count
+        if count <= self._table_tensors and most_leaves <= self._launch_leaves:
+            self._launch_once(pieces, stream)
+            return
+        batch, leaves = _Pieces(), 0
+        for ticket, address, size in zip(pieces.tickets, pieces.addresses, pieces.sizes, strict=True):
+            start = 0
+            while start < size:
+                if leaves == self._launch_leaves or len(batch.sizes) == self._table_tensors:
+                    self._launch_once(batch, stream)
+                    batch, leaves = _Pieces(), 0
+                taken = min(size - start, (self._launch_leaves - leaves) * LEAF_BYTES)
+                batch.add(ticket, address + start, taken)
                 leaves += num_leaves(taken)
-                address += taken
-                num_bytes -= taken
-        if batch:
-            self._launch_batch(batch, leaves, stream)
+                start += taken
+        self._launch_once(batch, stream)
 
-    def _launch_batch(self, batch: list[_Piece], leaves: int, stream: int) -> None:
-        if len(batch) == 1:
-            ticket, address, num_bytes = batch[0]
+    def _launch_once(self, pieces: _Pieces, stream: int) -> None:
+        if not pieces.sizes:
+            return
+        if len(pieces.sizes) == 1:
+            num_bytes = pieces.sizes[0]
+            leaves = num_leaves(num_bytes)
             flight, slot = self._reserve(leaves)
             out_address = self._ring_address + slot % self._capacity * DIGEST_BYTES
-            self._kernels.hash_one(address, num_bytes, out_address, stream)
-            ticket.parts.append(_Part(flight, slot - flight.start, leaves))
+            self._kernels.hash_one(pieces.addresses[0], num_bytes, out_address, stream)
+            pieces.tickets[0].parts += ((flight, slot - flight.start, leaves),)
         else:
-            self._launch_table(batch, leaves, stream)
+            self._launch_table(pieces, stream)
         # At once, not when all is submitted: the next launch may find the ring full and send this flight off.
         self._queue.mark(stream)
         self._used.add(stream)
 
-    def _launch_table(self, batch: list[_Piece], leaves: int, stream: int) -> None:
+    def _launch_table(self, pieces: _Pieces, stream: int) -> None:
         """Launch for many pieces; their table lies before their leaves in the ring, in pinned memory first."""
-        num_tensors = len(batch)
+        num_tensors = len(pieces.sizes)
+        sizes = np.array(pieces.sizes)
+        counts = -(-sizes // LEAF_BYTES)
+        firsts = np.cumsum(counts)
+        leaves = int(firsts[-1])
+        firsts -= counts
         num_words = 3 * num_tensors
         table_slots = (num_words + 1) // 2
         flight, slot = self._reserve(table_slots + leaves)
         at = slot % self._capacity
         table = self._host_words[2 * at : 2 * at + num_words].reshape(3, num_tensors)
-        table[0] = [piece.address for piece in batch]
-        table[1] = [piece.num_bytes for piece in batch]
-        counts = -(-table[1] // LEAF_BYTES)
-        table[2] = np.cumsum(counts) - counts
+        table[0] = pieces.addresses
+        table[1] = sizes
+        table[2] = firsts
         with _NO_DISPATCH():
             words = slice(2 * at, 2 * at + num_words)
             self._ring[words].copy_(self._host[words], non_blocking=True)
         table_address = self._ring_address + at * DIGEST_BYTES
         out_address = table_address + table_slots * DIGEST_BYTES
         self._kernels.hash_table(table_address, num_tensors, leaves, out_address, stream)
-        first = slot - flight.start + table_slots
-        for (ticket, _, _), count in zip(batch, counts.tolist(), strict=True):
-            ticket.parts.append(_Part(flight, first, count))
-            first += count
+        firsts += slot - flight.start + table_slots
+        for ticket, first, count in zip(pieces.tickets, firsts.tolist(), counts.tolist(), strict=True):
+            ticket.parts += ((flight, first, count),)
 
     def _reserve(self, slots: int) -> tuple[_Flight, int]:
         """Return a flight and the first of `slots` slots in a row of it, waiting for room if need be."""
@@ -373,10 +387,10 @@ class DeviceDigester:
 
     # --- tensors that are not contiguous
 
-    def _gather(self, strided: list[tuple[DeviceTicket, torch.Tensor]], pieces: list[_Piece], stream: int) -> None:
-        """Copy tensors to row-major order into the scratch buffer and add them to `pieces`.
+    def _gather(self, strided: list[tuple[DeviceTicket, torch.Tensor]], pieces: _Pieces, stream: int) -> _Pieces:
+        """Copy tensors to row-major order into the scratch buffer; return `pieces` with these added.
 
-        Whenever the buffer is full, what is in `pieces` is launched, which empties both.
+        Whenever the buffer is full, what there is of `pieces` is launched, which empties both.
         """
         if self._scratch_stream not in (None, stream):
             self._queue.wait_for(self._scratch_stream)
@@ -389,11 +403,10 @@ class DeviceDigester:
             fill = -(-fill // DIGEST_BYTES) * DIGEST_BYTES
             if fill + num_bytes > room:
                 self._launch(pieces, stream)
-                pieces.clear()
-                fill = 0
+                pieces, fill = _Pieces(), 0
             if num_bytes <= room:
                 self._copy(words, fill, stream)
-                pieces.append(_Piece(ticket, self._scratch_address + fill, num_bytes))
+                pieces.add(ticket, self._scratch_address + fill, num_bytes)
                 fill += num_bytes
                 continue
             for block in row_blocks(words, room - LEAF_BYTES):
@@ -401,11 +414,15 @@ class DeviceDigester:
                 fill += block.nbytes
                 whole = fill - fill % LEAF_BYTES
                 if whole:
-                    self._launch([_Piece(ticket, self._scratch_address, whole)], stream)
+                    pieces.add(ticket, self._scratch_address, whole)
+                    self._launch(pieces, stream)
+                    pieces = _Pieces()
                     fill -= whole
-                    self._scratch[:fill].copy_(self._scratch[whole : whole + fill])
+                    if fill:
+                        self._scratch[:fill].copy_(self._scratch[whole : whole + fill])
             if fill:
-                pieces.append(_Piece(ticket, self._scratch_address, fill))
+                pieces.add(ticket, self._scratch_address, fill)
+        return pieces
 
     def _copy(self, words: torch.Tensor, offset: int, stream: int) -> None:
         """Copy integers to row-major order, to the scratch buffer from byte `offset` on."""
@@ -438,13 +455,12 @@ class DeviceDigester:
 
     def read(self, part: _Part) -> bytes:
         """Wait for and return leaf digests, 16 bytes each."""
-        flight = part.flight
+        flight, first, count = part
         while flight.data is None:
             if flight.number < 0:
                 self.flush()
             self._land()
-        start = part.first * DIGEST_BYTES
-        return flight.data[start : start + part.size * DIGEST_BYTES]
+        return flight.data[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]
 
     def _land(self) -> bool:
         """Wait for the oldest flight and free its slots; False where none is under way."""

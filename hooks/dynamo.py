@@ -1,14 +1,18 @@
-"""Keeping out of torch.compile's way.
+"""Keeping out of the program's way: of torch.compile, and of the recorder's own looks at operations.
 
 While a compiled program runs what its graphs could not hold, TorchDynamo looks at every Python frame
 and compiles the ones it can: ours, too, which would give the modules below them other graphs than in
 the bare program. So the frames that lead from a module's call to its forward are marked to be passed
 over (`skip_frame`), and whatever the recorder does of its own runs with TorchDynamo off (`paused`).
+
+What the recorder computes for itself is no operation of the program: `is_quiet` says in which threads
+one of its functions is running.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,6 +21,12 @@ import torch
 _dynamo: Any = torch._C._dynamo.eval_frame
 pause: Callable[[Any], Any] = _dynamo.set_eval_frame
 """`before = pause(None)` turns TorchDynamo off in this thread, `pause(before)` puts it back."""
+
+class _Local(threading.local):
+    depth = 0
+
+
+_local = _Local()
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,14 +43,21 @@ def skip_frame(function: F) -> F:
 
 
 def paused(function: F) -> F:
-    """Run the function with TorchDynamo off."""
+    """Run the function with TorchDynamo off, its operations unseen by the recorder."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         before = pause(None)
+        _local.depth += 1
         try:
             return function(*args, **kwargs)
         finally:
+            _local.depth -= 1
             pause(before)
 
     return skip_frame(run)  # type: ignore[return-value]
+
+
+def is_quiet() -> bool:
+    """Say whether a function of the recorder's own is running in this thread."""
+    return _local.depth > 0

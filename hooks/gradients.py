@@ -93,6 +93,7 @@ class GradientHooks:
         """Node of a view's base -> the view's own node and output number."""
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], Tracked, Any]] = {}
         self._groups: dict[tuple[int, str], int] = {}
+        self._owners: _Owners | None = None
         self._backward: Callable[..., Any] | None = None
         self._grad: Callable[..., Any] | None = None
 
@@ -168,7 +169,7 @@ class GradientHooks:
         """Forget the tensors of the step before: a graph seldom outlives its step."""
         if self._step is None or self._step() is not builder:
             self._step = weakref.ref(builder)
-            self._tracked, self._views, self._groups = {}, {}, {}
+            self._tracked, self._views, self._groups, self._owners = {}, {}, {}, None
 
     def _catch(self, node: Node, outputs: dict[int, Tracked]) -> None:
         @paused
@@ -202,6 +203,7 @@ class GradientHooks:
                     Site(Phase.LOSS, "", "loss", slot, occurrence), root, -1, sources if self._is_deep else ()
                 )
                 builder.losses += events
+        builder.is_after_backward = not nested
         if self._is_deep:
             self._plan(builder, [root for root in roots if root.grad_fn is not None])
 
@@ -222,7 +224,7 @@ class GradientHooks:
                     waits[below] = waits.get(below, 0) + 1
                     stack.append(below)
         self._catch_lost_views(nodes, keys)
-        owner_of = _Owners([call for call in builder.calls if call.thread == thread])
+        owner_of = self._owners = _Owners([call for call in builder.calls if call.thread == thread])
 
         arriving: dict[Node, dict[int, list[tuple[Node, _Flow]]]] = {node: {} for node in nodes}
         ready = [node for node in nodes if not waits.get(node)]
@@ -265,6 +267,12 @@ class GradientHooks:
                     sources.update(flow.sources)
                     names = names or flow.names
         return _Flow(sources, (own, *names)[:MAX_NAMED_NODES])
+
+    def owner_of(self, builder: StepBuilder, node: Node) -> Call | None:
+        """Return the module call that made a node which runs now, None for code outside all modules."""
+        if self._owners is None or self._step is None or self._step() is not builder:
+            return None
+        return self._owners(node)
 
     def _catch_lost_views(self, nodes: Iterable[Node], keys: dict[Node, tuple[int, int]]) -> None:
         """Catch at its base the gradient of a view that an in-place operation took out of the graph."""

@@ -34,7 +34,9 @@ class OptimizerHooks:
         self._original_init: Callable[..., None] | None = None
         self._original_scale: Callable[..., Any] | None = None
         self.depth = 0
-        """Over 0 while an optimizer's `step` runs: forwards in it are a closure's."""
+        """Over 0 while an optimizer's `step` runs."""
+        self.running: tuple[StepBuilder, str] | None = None
+        """The step and the label of the optimizer that is stepping now."""
 
     def install(self, search: bool) -> None:
         """Hook optimizers; with `search` also those that were made before."""
@@ -107,6 +109,7 @@ class OptimizerHooks:
         self.name_parameters(optimizer, label)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         builder = recorder.enter_optimizer(has_closure=callable(closure))
+        self.running = builder, label
         if not callable(closure):
             self._record_gradients(builder, optimizer)
             self._record_scalars(builder, optimizer, label)
@@ -126,6 +129,8 @@ class OptimizerHooks:
     @paused
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.depth = max(0, self.depth - 1)
+        if self.depth == 0:
+            self.running = None
         if self._recorder.is_active and self.depth == 0:
             self._recorder.leave_optimizer()
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,10 +27,14 @@ from bitcheck.events import Level, Phase, Site, StepKind
 from bitcheck.hooks.gradients import GradientHooks
 from bitcheck.hooks.modules import ModuleHooks, named_tensors
 from bitcheck.hooks.naming import ModuleName, Registry
+from bitcheck.hooks.ops import OpHooks
 from bitcheck.hooks.optimizers import OptimizerHooks
 from bitcheck.hooks.rng import generator_states
-from bitcheck.hooks.steps import Digester, StepBuilder
+from bitcheck.hooks.steps import StepBuilder
 from bitcheck.hooks.writer import Store, StepWriter
+
+if TYPE_CHECKING:
+    from bitcheck.hooks.device_digest import Digester
 
 Trackable = torch.Tensor | Mapping[str, Any] | list[Any] | tuple[Any, ...]
 
@@ -90,6 +94,7 @@ class Recorder:
         self.modules = ModuleHooks(self)
         self.gradients = GradientHooks(self)
         self.optimizers = OptimizerHooks(self)
+        self.ops = OpHooks(self) if self.level is Level.OP else None
         self._start_step = start_step
         self.current = self._new_step(start_step)
 
@@ -108,6 +113,8 @@ class Recorder:
         self.modules.install()
         self.gradients.install()
         self.optimizers.install(search_optimizers)
+        if self.ops is not None:
+            self.ops.install()
         if model is not None:
             self.add_root(model)
 
@@ -127,6 +134,8 @@ class Recorder:
         global _active
         self.is_active = False
         self._held = None
+        if self.ops is not None:
+            self.ops.remove()
         self.modules.remove()
         self.gradients.remove()
         self.optimizers.remove()
@@ -194,9 +203,9 @@ class Recorder:
             if is_training and self._closing is not None:
                 self._close_step()
             builder = self.current
+            builder.is_after_backward = False
             if is_training:
                 self._begin_initial(builder)
-            if is_training:
                 builder.has_training_forward = True
             self._record_generators(builder)
 
@@ -215,6 +224,13 @@ class Recorder:
                 self._record_generators(builder)
             return builder
 
+    def between_steps(self) -> StepBuilder:
+        """Something runs outside modules, backward and optimizers; return the step that it belongs to."""
+        if self._stepped:
+            with self._lock:
+                self._open_next()
+        return self.current
+
     def leave_optimizer(self) -> None:
         """An optimizer has stepped."""
         if self._closing is not None and not self.current.has_training_forward:
@@ -230,7 +246,10 @@ class Recorder:
         return (first is None or step >= first) and (last is None or step < last) and step % self._every == 0
 
     def _new_step(self, step: int) -> StepBuilder:
-        return StepBuilder(step, StepKind.STEP, self._is_kept(step), self._digesters)
+        builder = StepBuilder(step, StepKind.STEP, self._is_kept(step), self._digesters)
+        if (ops := self.ops) is not None:
+            builder.writers = lambda tensor: ops.writers(builder, tensor)[1]
+        return builder
 
     def _claim(self) -> None:
         """Open the file when the program is seen to train."""
@@ -283,6 +302,8 @@ class Recorder:
             self._take_state(builder, set())
             self._submit(builder)
         self.modules.forget()
+        if self.ops is not None:
+            self.ops.forget()
 
     def _submit(self, builder: StepBuilder) -> None:
         if self._writer is None:

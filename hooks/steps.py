@@ -7,8 +7,8 @@ resolved by the writer's thread (`finish`), so that the training thread never wa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,19 +25,8 @@ from bitcheck.hooks.tensors import (
     tensor_parts,
 )
 
-
-class Ticket(Protocol):
-    """A digest that a device is still computing."""
-
-    def resolve(self) -> tuple[bytes, bytes]:
-        """Wait for and return (digest, leaf digests)."""
-
-
-class Digester(Protocol):
-    """Takes digests of one device's tensors in stream order."""
-
-    def submit_many(self, tensors: Sequence[torch.Tensor]) -> Sequence[Ticket]:
-        """Capture the bits of strided tensors as they are at this moment on their current stream."""
+if TYPE_CHECKING:
+    from bitcheck.hooks.device_digest import Digester, Ticket
 
 
 class Call:
@@ -76,6 +65,10 @@ class StepBuilder:
         """A step outside `--steps` and `--every` only counts."""
         self.has_rng = False
         self.has_training_forward = False
+        self.is_after_backward = False
+        """Between a backward and the next forward: whatever runs now works on gradients."""
+        self.writers: Callable[[torch.Tensor], list[int]] | None = None
+        """At level `op`: in which events the operations are that last wrote a tensor's memory."""
         self.top = Call(Phase.FORWARD, "", "", False, None)
         """Stands for the program itself: holds what the outermost calls took and gave."""
         self.calls: list[Call] = []
@@ -140,16 +133,21 @@ class StepBuilder:
             return []
         events = self.record.events
         added: list[int] = []
-        sources = tuple(inputs)
+        given = tuple(inputs)
         waiting: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         for site, tensor in tensors:
             try:
+                if self.writers is not None and (wrote := self.writers(tensor)):
+                    sources = tuple(dict.fromkeys((*given, *wrote)))
+                else:
+                    sources = given
                 for suffix, part in tensor_parts(tensor):
                     own = site._replace(slot=site.slot + suffix) if suffix else site
                     index = len(events)
                     if part.is_cpu:
                         digest, leaves = digest_tensor(part)
                     else:
+                        self._digester(part.device).check(part)
                         digest, leaves = b"", b""
                         waiting.setdefault(part.device, []).append((index, part))
                     events.append(
@@ -203,29 +201,7 @@ class StepBuilder:
     def _digester(self, device: torch.device) -> Digester:
         digester = self._digesters.get(device)
         if digester is None:
+            from bitcheck.hooks.device_digest import open_digester  # a program on the CPU never needs it
+
             digester = self._digesters[device] = open_digester(device)
         return digester
-
-
-class HostDigester:
-    """The portable path: copies a device's tensor to the host in chunks and digests it there, at once."""
-
-    def submit_many(self, tensors: Sequence[torch.Tensor]) -> Sequence[Ticket]:
-        """Digest each tensor now; the training thread waits for the copies."""
-        return [_Known(*digest_tensor(tensor)) for tensor in tensors]
-
-
-class _Known:
-    __slots__ = ("digest", "leaves")
-
-    def __init__(self, digest: bytes, leaves: bytes) -> None:
-        self.digest = digest
-        self.leaves = leaves
-
-    def resolve(self) -> tuple[bytes, bytes]:
-        return self.digest, self.leaves
-
-
-def open_digester(device: torch.device) -> Digester:
-    """Return what digests tensors of `device`: its own kernels where there are any."""
-    return HostDigester()

@@ -27,7 +27,7 @@ import numpy as np
 from xxhash import xxh3_128_digest
 
 from bitcheck.digest import num_leaves
-from bitcheck.events import PHASES, STATE_PHASES, Group, Site
+from bitcheck.events import PHASES, STATE_PHASES, Group, Phase, Site
 
 CHAIN_SEED = xxh3_128_digest(b"bitcheck.rank/1")
 """What the first row's chain covers in place of a previous chain: the same for every rank and run."""
@@ -62,7 +62,7 @@ class Layout:
                 inputs[input_ptr[i] : input_ptr[i + 1]], all of them before i
     phases      uint8 [n], index in PHASES
     keys        the sites' canonical text; key_digests uint8 [n, 16]
-    order       int64 [n], events by phase, then by key; order[phase_ptr[p] : phase_ptr[p + 1]] are phase p's
+    order       int64 [n], events by phase (an optimizer's operations by `grad`), then by key; order[phase_ptr[p] : phase_ptr[p + 1]] are phase p's
     hash        16 bytes over all of the above
 
     Raises LayoutError where an index is out of range, an input does not come before its event, a
@@ -101,8 +101,12 @@ class Layout:
         digests = b"".join([xxh3_128_digest(_utf8(key)) for key in self.keys])
         self.key_digests = np.frombuffer(digests, np.uint8).reshape(n, 16)
         numbers, keys = self.phases.tolist(), self.keys
+        # An optimizer's operations bear the phase `optim` and are no state: they count with the gradients.
+        for event in np.flatnonzero(np.isin(self.phases, _STATE_NUMBERS)).tolist():
+            if group_of[event] >= 0 and groups[group_of[event]].kind == "op":
+                numbers[event] = _PHASE_NUMBER[Phase.GRAD]
         self.order = np.array(sorted(range(n), key=lambda i: (numbers[i], keys[i])), np.int64)
-        self.phase_ptr = np.searchsorted(self.phases[self.order], np.arange(len(PHASES) + 1)).tolist()
+        self.phase_ptr = np.searchsorted(np.array(numbers)[self.order], np.arange(len(PHASES) + 1)).tolist()
         self.hash = xxh3_128_digest(
             struct.pack("<4sQQQ", b"lay1", n, len(groups), len(inputs))
             + digests

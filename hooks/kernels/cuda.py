@@ -13,7 +13,10 @@ import torch
 
 _NO_FUNCTION: Any = torch._C.DisableTorchFunction
 _NO_DISPATCH: Any = torch._C._DisableTorchDispatch
-_raw_stream: Any = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
+# What torch.cuda's functions call in the end; absent where PyTorch was built without CUDA.
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
 class CudaQueue:
@@ -27,16 +30,16 @@ class CudaQueue:
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._index: int = self.device.index
-        self._side: torch.cuda.Stream = torch.cuda.Stream(self._index)  # type: ignore[no-untyped-call]
+        self._side: torch.cuda.Stream = torch.cuda.Stream(self._index)
         self._streams: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
 
     def is_capturing(self) -> bool:
         """Say whether this thread's current stream is being captured into a CUDA graph."""
-        return torch.cuda.is_current_stream_capturing()
+        return bool(_is_capturing())
 
     def is_current(self) -> bool:
         """Say whether the device is this thread's current one."""
-        return torch.cuda.current_device() == self._index
+        return bool(_current_device() == self._index)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -67,7 +70,7 @@ class CudaQueue:
         """Move the current stream's mark to here; `stream` is its handle."""
         known = self._streams.get(stream)
         if known is None:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()
             known = self._streams[stream] = torch.cuda.current_stream(self._index), event
         known[1].record(known[0])
 

@@ -27,12 +27,17 @@ def transpose_kernel(
     WORD: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
 ):
     """Write x [B, R, C] with strides (stride_b, 1, stride_c) to out [B, R, C], contiguous.
 
     `address` and `out_address` point to elements of type `WORD`; strides count elements. The grid is
-    (tiles of R * tiles of C, B).
+    (tiles of R * tiles of C, B). `IS_ALIGNED` says that both addresses, R, C and the strides are multiples of 16.
     """
+    if IS_ALIGNED:
+        # Changes no number; tells the compiler that a mask is the same for 16 elements in a row.
+        num_rows = num_rows // 16 * 16
+        num_columns = num_columns // 16 * 16
     tiles_c = tl.cdiv(num_columns, BLOCK_C)
     rows = (tl.program_id(0) // tiles_c) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = (tl.program_id(0) % tiles_c) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -40,5 +45,9 @@ def transpose_kernel(
     mask = (rows[:, None] < num_rows) & (columns[None, :] < num_columns)
     x_ptr = address.to(tl.pointer_type(WORD)) + batch * stride_b
     out_ptr = out_address.to(tl.pointer_type(WORD)) + batch * num_rows * num_columns
-    x_RC = tl.load(x_ptr + rows[:, None] + columns[None, :] * stride_c, mask=mask)
-    tl.store(out_ptr + rows[:, None].to(tl.int64) * num_columns + columns[None, :], x_RC, mask=mask)
+    x_ptr_RC = x_ptr + rows[:, None] + columns[None, :] * stride_c
+    out_ptr_RC = out_ptr + rows[:, None].to(tl.int64) * num_columns + columns[None, :]
+    if IS_ALIGNED:
+        x_ptr_RC = tl.multiple_of(x_ptr_RC, (16, 16))
+        out_ptr_RC = tl.multiple_of(out_ptr_RC, (16, 16))
+    tl.store(out_ptr_RC, tl.load(x_ptr_RC, mask=mask), mask=mask)

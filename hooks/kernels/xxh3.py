@@ -18,10 +18,10 @@ of it is integer arithmetic modulo 2**64: the order of the sums over stripes cha
 Even and odd lanes are kept apart, for then `acc[lane ^ 1] += word` needs no exchange between
 threads: a thread loads 16 bytes, one even and one odd lane, and adds each word to the other's sum.
 
-Tensors are given as a table of addresses, so the launch is one for any number of them. Words of a
-leaf that is whole and whose address is a multiple of 16 are loaded 16 bytes at a time, all 16 KiB before
-the first is used. Any other leaf (a slice at an odd address, a tensor's end) is put together from the
-aligned words around it: no byte outside the aligned words that hold the tensor is touched.
+Tensors are given as a table of addresses, so the launch is one for any number of them. Words are
+loaded 16 bytes at a time, all 16 KiB of a leaf before the first is used. A leaf at an odd address (a
+slice) is put together from the aligned words around it, a tensor's end byte by byte: nothing is read
+outside the aligned 16 bytes that hold a byte of the tensor.
 
 Shapes: L leaves, T tensors; within a leaf B blocks, S = 16 stripes, H = 4 pairs of lanes.
 
@@ -63,6 +63,7 @@ MAX_TENSORS = 65536
 
 _FANOUT = tl.constexpr(256)
 _BLOCKS = tl.constexpr(16)
+_BLOCKS_UNALIGNED = tl.constexpr(4)
 _ALL_ONES = tl.constexpr(0xFFFFFFFFFFFFFFFF)
 _PRIME32_1 = tl.constexpr(0x9E3779B1)
 _PRIME32_2 = tl.constexpr(0x85EBCA77)
@@ -139,6 +140,15 @@ def _store_digest(out_ptr, leaf, even_H, odd_H, secret_ptr, num_blocks):
 
 
 @triton.jit
+def _load_pairs(words_ptr_SBL):
+    """Load words whose addresses are, two by two, multiples of 16: 16 bytes at a time.
+
+    Triton does not see the alignment of an address that was an integer.
+    """
+    return tl.load(tl.multiple_of(words_ptr_SBL, (16, 16, 16)))
+
+
+@triton.jit
 def _join_words(low, high, skew):
     """Return the words that start `skew` bytes into the aligned words `low`, whose successors are `high`."""
     # A shift by 64 is undefined, hence in two steps.
@@ -154,9 +164,105 @@ def _keep_bytes(words, num_bytes):
 
 
 @triton.jit
-def _add_block(even_H, odd_H, word_even_SH, word_odd_SH, key_even_SH, key_odd_SH):
-    even_H += tl.sum(_product(word_even_SH, key_even_SH) + word_odd_SH, axis=0)
-    odd_H += tl.sum(_product(word_odd_SH, key_odd_SH) + word_even_SH, axis=0)
+def _add_blocks(
+    even_H,
+    odd_H,
+    word_even_SBH,
+    word_odd_SBH,
+    key_even_SH,
+    key_odd_SH,
+    last_even_SH,
+    last_odd_SH,
+    scramble_even_H,
+    scramble_odd_H,
+    TILE: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+):
+    """Add tile `TILE`, of NUM_BLOCKS blocks, of a leaf of 16, scrambling after each but the leaf's last."""
+    blocks = tl.arange(0, NUM_BLOCKS)
+    is_last = (blocks == _BLOCKS - 1 - TILE * NUM_BLOCKS)[None, :, None]
+    key_even = tl.where(is_last, last_even_SH[:, None, :], key_even_SH[:, None, :])
+    key_odd = tl.where(is_last, last_odd_SH[:, None, :], key_odd_SH[:, None, :])
+    sum_even_BH = tl.sum(_product(word_even_SBH, key_even) + word_odd_SBH, axis=0)
+    sum_odd_BH = tl.sum(_product(word_odd_SBH, key_odd) + word_even_SBH, axis=0)
+    for block in tl.static_range(NUM_BLOCKS):
+        # One warp holds all blocks of a tile in its registers, so this sum only picks one.
+        is_block = (blocks == block)[:, None]
+        even_H += tl.sum(tl.where(is_block, sum_even_BH, 0), axis=0)
+        odd_H += tl.sum(tl.where(is_block, sum_odd_BH, 0), axis=0)
+        if TILE * NUM_BLOCKS + block < _BLOCKS - 1:
+            even_H = _scramble(even_H, scramble_even_H)
+            odd_H = _scramble(odd_H, scramble_odd_H)
+    return even_H, odd_H
+
+
+@triton.jit
+def _tile_offsets(NUM_BLOCKS: tl.constexpr):
+    """Return the words of a tile [S, B, 8], counted from its first.
+
+    Stripes before blocks: of two such dimensions Triton spreads the threads over the first, and a
+    thread that holds its stripes of every block needs no exchange to go from block to block.
+    """
+    stripes = tl.arange(0, 16)[:, None, None]
+    blocks = tl.arange(0, NUM_BLOCKS)[None, :, None]
+    return stripes * 8 + blocks * 128 + tl.arange(0, 8)[None, None, :]
+
+
+@triton.jit
+def _add_aligned_leaf(
+    even_H,
+    odd_H,
+    words_ptr,
+    key_even_SH,
+    key_odd_SH,
+    last_even_SH,
+    last_odd_SH,
+    scramble_even_H,
+    scramble_odd_H,
+    NUM_BLOCKS: tl.constexpr,
+):
+    """Add a leaf of 16 KiB whose address is a multiple of 16, `NUM_BLOCKS` blocks at a time."""
+    for tile in tl.static_range(_BLOCKS // NUM_BLOCKS):
+        words = _load_pairs(words_ptr + (tile * NUM_BLOCKS * 128 + _tile_offsets(NUM_BLOCKS)))
+        word_even, word_odd = tl.split(tl.reshape(words, (16, NUM_BLOCKS, 4, 2)))
+        even_H, odd_H = _add_blocks(
+            even_H, odd_H, word_even, word_odd, key_even_SH, key_odd_SH, last_even_SH, last_odd_SH,
+            scramble_even_H, scramble_odd_H, tile, NUM_BLOCKS
+        )  # fmt: skip
+    return even_H, odd_H
+
+
+@triton.jit
+def _add_unaligned_leaf(
+    even_H,
+    odd_H,
+    words_ptr,
+    offset,
+    key_even_SH,
+    key_odd_SH,
+    last_even_SH,
+    last_odd_SH,
+    scramble_even_H,
+    scramble_odd_H,
+):
+    """Add a leaf of 16 KiB that lies `offset` bytes, 1 to 15, after an aligned address.
+
+    Each 16 bytes of it are put together from the two aligned 16 bytes that they lie in.
+    """
+    skew = (offset & 7).to(tl.uint64)
+    starts_odd = (offset & 8) != 0
+    for tile in tl.static_range(_BLOCKS // _BLOCKS_UNALIGNED):
+        tile_ptr = words_ptr + (tile * _BLOCKS_UNALIGNED * 128 + _tile_offsets(_BLOCKS_UNALIGNED))
+        below_even, below_odd = tl.split(tl.reshape(_load_pairs(tile_ptr), (16, _BLOCKS_UNALIGNED, 4, 2)))
+        above_even, above_odd = tl.split(tl.reshape(_load_pairs(tile_ptr + 2), (16, _BLOCKS_UNALIGNED, 4, 2)))
+        first = tl.where(starts_odd, below_odd, below_even)
+        second = tl.where(starts_odd, above_even, below_odd)
+        third = tl.where(starts_odd, above_odd, above_even)
+        even_H, odd_H = _add_blocks(
+            even_H, odd_H, _join_words(first, second, skew), _join_words(second, third, skew),
+            key_even_SH, key_odd_SH, last_even_SH, last_odd_SH, scramble_even_H, scramble_odd_H,
+            tile, _BLOCKS_UNALIGNED
+        )  # fmt: skip
     return even_H, odd_H
 
 
@@ -186,66 +292,41 @@ def _hash_leaf(address, num_bytes, leaf, out_ptr, secret_ptr, BLOCKS_A_LOAD: tl.
     )
     num_blocks = (tl.minimum(num_bytes, 16384).to(tl.int32) + 1023) // 1024
 
-    if (num_bytes >= 16384) & ((address & 15) == 0):
-        words_ptr = address.to(tl.pointer_type(tl.uint64))
-        blocks = tl.arange(0, BLOCKS_A_LOAD)
-        # Stripes before blocks: of two such dimensions Triton spreads the threads over the first, and a
-        # thread that holds its stripes of every block needs no exchange to go from block to block.
-        within = stripes[:, None, None] * 8 + blocks[None, :, None] * 128 + tl.arange(0, 8)[None, None, :]
-        for tile in tl.static_range(_BLOCKS // BLOCKS_A_LOAD):
-            # Without the hint an address that was an integer gives loads of 8 bytes.
-            tile_ptr = tl.multiple_of(words_ptr + (tile * BLOCKS_A_LOAD * 128 + within), (16, 16, 16))
-            words = tl.load(tile_ptr)
-            word_even, word_odd = tl.split(tl.reshape(words, (16, BLOCKS_A_LOAD, 4, 2)))
-            is_last = (blocks == _BLOCKS - 1 - tile * BLOCKS_A_LOAD)[None, :, None]
-            key_even = tl.where(is_last, last_even_SH[:, None, :], key_even_SH[:, None, :])
-            key_odd = tl.where(is_last, last_odd_SH[:, None, :], key_odd_SH[:, None, :])
-            sum_even_BH = tl.sum(_product(word_even, key_even) + word_odd, axis=0)
-            sum_odd_BH = tl.sum(_product(word_odd, key_odd) + word_even, axis=0)
-            for block in tl.static_range(BLOCKS_A_LOAD):
-                is_block = (blocks == block)[:, None]
-                even_H += tl.sum(tl.where(is_block, sum_even_BH, 0), axis=0)
-                odd_H += tl.sum(tl.where(is_block, sum_odd_BH, 0), axis=0)
-                if tile * BLOCKS_A_LOAD + block < _BLOCKS - 1:
-                    even_H = _scramble(even_H, scramble_even_H)
-                    odd_H = _scramble(odd_H, scramble_odd_H)
-    else:
-        skew = (address & 7).to(tl.uint64)
-        words_ptr = (address & -8).to(tl.pointer_type(tl.uint64))
-        offset_SH = stripes[:, None] * 64 + pairs[None, :] * 16
-        words_ptr_SH = words_ptr + stripes[:, None] * 8 + pairs[None, :] * 2
-        if num_bytes >= 16384:
-            for block in tl.static_range(_BLOCKS):
-                first_SH = tl.load(words_ptr_SH + block * 128)
-                second_SH = tl.load(words_ptr_SH + (block * 128 + 1))
-                third_SH = tl.load(words_ptr_SH + (block * 128 + 2), mask=skew > 0, other=0)
-                even_SH = _join_words(first_SH, second_SH, skew)
-                odd_SH = _join_words(second_SH, third_SH, skew)
-                if block < _BLOCKS - 1:
-                    even_H, odd_H = _add_block(even_H, odd_H, even_SH, odd_SH, key_even_SH, key_odd_SH)
-                    even_H = _scramble(even_H, scramble_even_H)
-                    odd_H = _scramble(odd_H, scramble_odd_H)
-                else:
-                    even_H, odd_H = _add_block(even_H, odd_H, even_SH, odd_SH, last_even_SH, last_odd_SH)
+    if num_bytes >= 16384:
+        words_ptr = (address & -16).to(tl.pointer_type(tl.uint64))
+        if (address & 15) == 0:
+            even_H, odd_H = _add_aligned_leaf(
+                even_H, odd_H, words_ptr, key_even_SH, key_odd_SH, last_even_SH, last_odd_SH,
+                scramble_even_H, scramble_odd_H, BLOCKS_A_LOAD
+            )  # fmt: skip
         else:
-            # An aligned word is read where it holds one byte of the tensor at least.
-            end = num_bytes.to(tl.int32) + skew.to(tl.int32)
-            block = 0  # not `for`: the interpreter of Triton 3.6 cannot take a bound as numpy 2.4 gives it
-            while block < num_blocks:
-                at_SH = offset_SH + block * 1024
-                first_SH = tl.load(words_ptr_SH + block * 128, mask=at_SH < end, other=0)
-                second_SH = tl.load(words_ptr_SH + block * 128 + 1, mask=at_SH + 8 < end, other=0)
-                third_SH = tl.load(words_ptr_SH + block * 128 + 2, mask=at_SH + 16 < end, other=0)
-                left_SH = num_bytes.to(tl.int32) - at_SH
-                even_SH = _keep_bytes(_join_words(first_SH, second_SH, skew), left_SH)
-                odd_SH = _keep_bytes(_join_words(second_SH, third_SH, skew), left_SH - 8)
-                is_last = block == num_blocks - 1
-                use_even_SH = tl.where(is_last, last_even_SH, key_even_SH)
-                use_odd_SH = tl.where(is_last, last_odd_SH, key_odd_SH)
-                even_H, odd_H = _add_block(even_H, odd_H, even_SH, odd_SH, use_even_SH, use_odd_SH)
-                even_H = tl.where(is_last, even_H, _scramble(even_H, scramble_even_H))
-                odd_H = tl.where(is_last, odd_H, _scramble(odd_H, scramble_odd_H))
-                block += 1
+            even_H, odd_H = _add_unaligned_leaf(
+                even_H, odd_H, words_ptr, address & 15, key_even_SH, key_odd_SH, last_even_SH, last_odd_SH,
+                scramble_even_H, scramble_odd_H
+            )  # fmt: skip
+    else:
+        # A tensor's end, byte by byte: an aligned word is read where it holds one byte of it at least.
+        skew = (address & 7).to(tl.uint64)
+        offset_SH = stripes[:, None] * 64 + pairs[None, :] * 16
+        words_ptr_SH = (address & -8).to(tl.pointer_type(tl.uint64)) + stripes[:, None] * 8 + pairs[None, :] * 2
+        end = num_bytes.to(tl.int32) + skew.to(tl.int32)
+        block = 0  # not `for`: the interpreter of Triton 3.6 cannot take a bound as numpy 2.4 gives it
+        while block < num_blocks:
+            at_SH = offset_SH + block * 1024
+            first_SH = tl.load(words_ptr_SH + block * 128, mask=at_SH < end, other=0)
+            second_SH = tl.load(words_ptr_SH + block * 128 + 1, mask=at_SH + 8 < end, other=0)
+            third_SH = tl.load(words_ptr_SH + block * 128 + 2, mask=at_SH + 16 < end, other=0)
+            left_SH = num_bytes.to(tl.int32) - at_SH
+            even_SH = _keep_bytes(_join_words(first_SH, second_SH, skew), left_SH)
+            odd_SH = _keep_bytes(_join_words(second_SH, third_SH, skew), left_SH - 8)
+            is_last = block == num_blocks - 1
+            use_even_SH = tl.where(is_last, last_even_SH, key_even_SH)
+            use_odd_SH = tl.where(is_last, last_odd_SH, key_odd_SH)
+            even_H += tl.sum(_product(even_SH, use_even_SH) + odd_SH, axis=0)
+            odd_H += tl.sum(_product(odd_SH, use_odd_SH) + even_SH, axis=0)
+            even_H = tl.where(is_last, even_H, _scramble(even_H, scramble_even_H))
+            odd_H = tl.where(is_last, odd_H, _scramble(odd_H, scramble_odd_H))
+            block += 1
     _store_digest(out_ptr, leaf, even_H, odd_H, secret_ptr, num_blocks)
 
 

@@ -1,0 +1,77 @@
+"""What an operator does to its arguments, read off its schema: writes, views, draws, fills nothing.
+
+    aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1)   writes self, reads both
+    aten::copy_(Tensor(a!) self, Tensor src, ...)                         writes self without reading it
+    aten::mm.out(..., *, Tensor(a!) out)                                  writes out without reading it
+    aten::view(Tensor(a) self, ...)                                       moves nothing
+    aten::empty_like(Tensor self, ...)                                    gives memory that nobody wrote
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted",
+                   "_empty_affine_quantized", "empty_quantized", "resize_", "set_"})  # fmt: skip
+"""Operators whose output holds whatever the memory held: no value of theirs means anything."""
+OVERWRITING = frozenset({"fill_", "zero_", "copy_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_",
+                         "log_normal_", "cauchy_", "geometric_", "eye_", "_foreach_copy_", "_foreach_zero_"})  # fmt: skip
+"""Operators that write their first argument without reading it."""
+PASSED_OVER = frozenset({"c10d", "_c10d_functional", "c10d_functional", "profiler", "prim", "prims", "debugprims"})
+"""Namespaces whose operators are not recorded here: collectives are recorded where they complete."""
+
+
+class OpFacts(NamedTuple):
+    """One operator overload."""
+
+    name: str
+    """`aten.index_put_.default`."""
+    is_recorded: bool
+    """False for views, for what gives empty memory, and for what is recorded elsewhere."""
+    is_empty: bool
+    draws: bool
+    """Draws random numbers: the generator's state is an input."""
+    written: tuple[str, ...]
+    """Arguments that it writes."""
+    unread: frozenset[str]
+    """Those of them that it does not read."""
+    arguments: tuple[str, ...]
+    """All arguments' names, in order."""
+
+
+@functools.lru_cache(maxsize=None)
+def facts_of(op: Any) -> OpFacts:
+    """Return what is known of an operator overload; of a higher-order operator only its name."""
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        return OpFacts(str(op), False, False, False, (), frozenset(), ())
+    base = op.overloadpacket.__name__
+    written = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    unread = {a.name for a in schema.arguments if a.is_out}
+    if base in OVERWRITING:
+        unread.update(written)
+    is_empty = base in EMPTY
+    is_recorded = not (op.is_view or is_empty or op.namespace in PASSED_OVER)
+    return OpFacts(
+        name=str(op),
+        is_recorded=is_recorded,
+        is_empty=is_empty,
+        draws=torch.Tag.nondeterministic_seeded in op.tags,
+        written=written,
+        unread=frozenset(unread),
+        arguments=tuple(a.name for a in schema.arguments),
+    )
+
+
+def named_arguments(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of the arguments that a call gives, members of lists as `name.0`, `name.1`."""
+    for name, value in (*zip(facts.arguments, args, strict=False), *kwargs.items()):
+        if isinstance(value, (list, tuple)) and any(isinstance(member, torch.Tensor) for member in value):
+            for index, member in enumerate(value):
+                yield f"{name}.{index}", member
+        else:
+            yield name, value

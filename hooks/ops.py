@@ -1,0 +1,307 @@
+"""Level `op`: every operation that PyTorch dispatches, with what it read and what it wrote.
+
+    forward/blocks.0.mix:aten.addmm.default.mat1#3     an argument, digested before the operation runs
+    forward/blocks.0.mix:aten.addmm.default.out#3      a result
+    forward/net:aten.index_put_.default.self.written   an argument that was written
+    rng/torch.cpu:aten.bernoulli_.float.generator#2    the generator that a drawing operation draws from
+    forward/net:aten.native_dropout.default.scalars    its numbers, flags and strings
+
+An argument's event has the events as inputs that last wrote its memory, so an argument that differs
+though all of those agree was changed by something that is not dispatched (numpy, a custom kernel),
+or was read before anybody wrote it. Memory that no recorded operation wrote, and that is no
+parameter, buffer, gradient or optimizer state, is data from outside: phase `batch`.
+
+Views move nothing and are not recorded; what `empty` and its kin return is no value. Operations on
+fake or meta tensors, under tracing, and of TorchDynamo's own are not the program's. The mode below sits
+under autograd, so it sees backward and the optimizer as well; it changes no operation.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bitcheck.events import Phase, Site
+from bitcheck.hooks.dynamo import is_quiet, paused, skip_frame
+from bitcheck.hooks.modules import in_backward, named_tensors
+from bitcheck.hooks.op_schema import OpFacts, facts_of, named_arguments
+from bitcheck.hooks.steps import StepBuilder
+
+if TYPE_CHECKING:
+    from bitcheck.hooks.recorder import Recorder
+
+PROGRAM = "program"
+"""Stands for the module where an operation runs outside all modules."""
+
+_MAX_WRITERS = 64
+"""Partial writes of one storage that are told apart; beyond it the oldest are taken together."""
+
+
+class Location(NamedTuple):
+    """Where in a step an operation runs."""
+
+    builder: StepBuilder
+    phase: Phase
+    root: str
+    path: str
+    parent: int
+    """Group of the module call around it."""
+    is_eval: bool
+    node: str
+    """The autograd node that runs it, "" outside backward."""
+
+
+class Opened(NamedTuple):
+    """An operation that is about to run."""
+
+    where: Location
+    group: int
+    occurrence: int
+    inputs: list[int]
+
+
+class _Memory:
+    """Who last wrote a storage."""
+
+    __slots__ = ("builder", "events", "reference")
+
+    def __init__(self, reference: StorageWeakRef) -> None:
+        self.reference = reference
+        self.builder: StepBuilder | None = None
+        self.events: list[int] = []
+
+
+class OpHooks(TorchDispatchMode):
+    """Records the operations of one recorder's process."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._memory: dict[int, _Memory] = {}
+        self._state: set[int] = set()
+        self._state_of: StepBuilder | None = None
+        self._is_entered = False
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Let torch.compile do what it does without this mode."""
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Stay out of compilation; see what a compiled region dispatches when it runs."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def install(self) -> None:
+        """Look at every operation of this thread, and of the backward passes it starts."""
+        self.__enter__()
+        self._is_entered = True
+
+    def remove(self) -> None:
+        """Stop looking."""
+        if self._is_entered:
+            self._is_entered = False
+            self.__exit__(None, None, None)
+
+    # --- one operation
+
+    @skip_frame
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        facts = facts_of(func)
+        if not self._recorder.is_active or is_quiet():
+            return func(*args, **kwargs)
+        if not facts.is_recorded:
+            result = func(*args, **kwargs)
+            if facts.is_empty:
+                self._forget(result)
+            return result
+        opened = self._begin(facts, args, kwargs)
+        result = func(*args, **kwargs)
+        if opened is not None:
+            self._end(facts, opened, args, kwargs, result)
+        return result
+
+    def _locate(self) -> Location:
+        recorder = self._recorder
+        optimizers = recorder.optimizers
+        call = recorder.modules.current
+        if call is not None:
+            builder = recorder.current
+            return Location(builder, call.phase, call.root, call.path, call.group, call.is_eval, _node_name())
+        if in_backward():
+            builder = recorder.current
+            node = torch._C._current_autograd_node()
+            owner = recorder.gradients.owner_of(builder, node) if node is not None else None
+            name = node.name() if node is not None else ""
+            if owner is None:
+                return Location(builder, Phase.BACKWARD, "", PROGRAM, -1, False, name)
+            return Location(builder, Phase.BACKWARD, owner.root, owner.path, -1, owner.is_eval, name)
+        if optimizers.running is not None:
+            builder, label = optimizers.running
+            return Location(builder, Phase.OPTIM, label, "", -1, False, "")
+        builder = recorder.between_steps()
+        phase = Phase.GRAD if builder.is_after_backward else Phase.FORWARD
+        return Location(builder, phase, "", PROGRAM, -1, False, "")
+
+    @paused
+    def _begin(self, facts: OpFacts, args: Any, kwargs: Any) -> Opened | None:
+        where = self._locate()
+        builder = where.builder
+        if not builder.is_kept:
+            return None
+        named = list(named_arguments(facts, args, kwargs))
+        tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
+        if any(not _has_bytes(tensor) for _, tensor in tensors):
+            return None
+        op = facts.name if not where.node else f"{facts.name} in {where.node}"
+        group = builder.add_group("op", where.root, where.path, op, where.parent)
+        occurrence = builder.count(where.phase, where.root, where.path, facts.name, where.is_eval)
+        inputs: list[int] = []
+        for name, tensor in tensors:
+            if name.partition(".")[0] in facts.unread:
+                continue
+            known, writers = self.writers(builder, tensor)
+            phase = where.phase if known or self._is_state(builder, tensor) else Phase.BATCH
+            site = Site(phase, where.root, where.path, f"{facts.name}.{name}", occurrence, where.is_eval)
+            inputs += builder.add_tensor(site, tensor, group, writers)
+        if facts.draws:
+            inputs += self._record_generator(facts, where, occurrence, group, dict(named))
+        scalars = tuple((name, value) for name, value in named if _is_scalar(value))
+        if scalars:
+            site = Site(where.phase, where.root, where.path, f"{facts.name}.scalars", occurrence, where.is_eval)
+            added = builder.add_value(site, scalars)
+            for index in added:
+                builder.record.events[index].group = group
+            inputs += added
+        return Opened(where, group, occurrence, inputs)
+
+    @paused
+    def _end(self, facts: OpFacts, opened: Opened, args: Any, kwargs: Any, result: Any) -> None:
+        where, builder = opened.where, opened.where.builder
+        written = [
+            (f"{name}.written", value)
+            for name, value in named_arguments(facts, args, kwargs)
+            if isinstance(value, torch.Tensor) and name.partition(".")[0] in facts.written
+        ]
+        storages = {_storage(tensor) for _, tensor in written}
+        outputs = [
+            (slot, tensor) for slot, tensor in named_tensors(result, "out")
+            if _has_bytes(tensor) and _storage(tensor) not in storages
+        ]  # fmt: skip
+        if not written:
+            given = {_storage(value) for _, value in named_arguments(facts, args, kwargs) if isinstance(value, torch.Tensor)}
+            outputs = [(slot, tensor) for slot, tensor in outputs if _storage(tensor) not in given]
+        for slot, tensor in (*written, *outputs):
+            site = Site(where.phase, where.root, where.path, f"{facts.name}.{slot}", opened.occurrence, where.is_eval)
+            events = builder.add_tensor(site, tensor, opened.group, opened.inputs)
+            self._note_write(builder, tensor, events, is_new=slot.startswith("out"))
+
+    def _record_generator(
+        self, facts: OpFacts, where: Location, occurrence: int, group: int, named: dict[str, Any]
+    ) -> list[int]:
+        generator = named.get("generator")
+        if not isinstance(generator, torch.Generator):
+            device = next((value.device for value in named.values() if isinstance(value, torch.Tensor)), None)
+            if device is None:
+                device = torch.device(named.get("device") or "cpu")
+            if device.type != "cpu":
+                return []  # its state was read at the start of the step; reading it here could wait for the device
+            generator = torch.default_generator
+        elif generator.device.type != "cpu":
+            return []
+        state = generator.get_state().numpy()
+        name = f"{facts.name}.generator"
+        at = f"{where.root}.{where.path}" if where.root else where.path
+        site = Site(Phase.RNG, "", "torch.cpu", f"{where.phase}.{at}.{name}", occurrence, where.is_eval)
+        added = where.builder.add_bytes(site, state)
+        for index in added:
+            where.builder.record.events[index].group = group
+        return added
+
+    # --- who wrote what
+
+    def writers(self, builder: StepBuilder, tensor: torch.Tensor) -> tuple[bool, list[int]]:
+        """Return whether a recorded operation wrote the tensor's memory, and in which events of this step."""
+        storage = _storage(tensor)
+        memory = self._memory.get(storage) if storage is not None else None
+        if memory is None or memory.reference.expired():
+            return False, []
+        return True, memory.events if memory.builder is builder else []
+
+    def _note_write(self, builder: StepBuilder, tensor: torch.Tensor, events: list[int], is_new: bool) -> None:
+        storage = _storage(tensor)
+        if storage is None:
+            return
+        memory = self._memory.get(storage)
+        if memory is None or memory.reference.expired():
+            memory = self._memory[storage] = _Memory(StorageWeakRef(tensor.untyped_storage()))
+        covers = is_new or tensor.nbytes >= tensor.untyped_storage().nbytes()
+        if memory.builder is not builder or covers:
+            memory.builder = builder
+            memory.events = list(events)
+        else:
+            memory.events = [*memory.events[-_MAX_WRITERS:], *events]
+
+    @paused
+    def _forget(self, result: Any) -> None:
+        """Memory that was just handed out holds nothing yet."""
+        for _, tensor in named_tensors(result, "out"):
+            storage = _storage(tensor)
+            if storage is not None and _has_bytes(tensor):
+                self._memory[storage] = _Memory(StorageWeakRef(tensor.untyped_storage()))
+
+    def _is_state(self, builder: StepBuilder, tensor: torch.Tensor) -> bool:
+        if self._state_of is not builder:
+            self._state_of = builder
+            self._state = set()
+        storage = _storage(tensor)
+        if storage in self._state:
+            return True
+        found: set[int | None] = set()
+        for _, _, _, held in self._recorder.living_tensors():
+            found.add(_storage(held))
+            if held.grad is not None:
+                found.add(_storage(held.grad))
+        for _, _, _, value in self._recorder.optimizers.states(self._recorder.optimizers.holdings()):
+            if isinstance(value, torch.Tensor):
+                found.add(_storage(value))
+        self._state = {entry for entry in found if entry is not None}
+        return storage in self._state
+
+    def forget(self) -> None:
+        """Drop what is known of memory that is gone; called at the end of a step."""
+        self._memory = {key: memory for key, memory in self._memory.items() if not memory.reference.expired()}
+        for memory in self._memory.values():
+            if memory.builder is not None and memory.builder is not self._recorder.current:
+                memory.builder, memory.events = None, []
+
+
+def _node_name() -> str:
+    node = torch._C._current_autograd_node() if in_backward() else None
+    return node.name() if node is not None else ""
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_scalar(member) for member in value)
+    return value is None or isinstance(value, (bool, int, float, complex, str, np.generic))
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
