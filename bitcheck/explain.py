@@ -193,9 +193,10 @@ def _origin_name(origin: Origin, findings: Findings) -> str:
 def _tensor(origin: Origin) -> str:
     """A site with its dtype, shape and differing elements in brackets."""
     facts = [f"{origin.dtype}, {_shape(origin.shape)}"]
-    if origin.elements is not None:
+    count = math.prod(origin.shape)
+    if origin.elements is not None and origin.elements != (0, count - 1):
         begin, end = origin.elements
-        facts.append(f"differing within elements {begin} to {end} of {math.prod(origin.shape)}")
+        facts.append(f"differing within elements {begin} to {end} of {count}")
     return f"{origin.site} ({'; '.join(facts)})"
 
 
@@ -350,9 +351,7 @@ def _structure(first: Origin, where: str, findings: Findings) -> list[str]:
         "agrees."
     ]
     if first.also:
-        sentences.append(
-            f"{_joined([_listed(list(first.also))])} {'is' if len(first.also) == 1 else 'are'} not in both either."
-        )
+        sentences.append(f"The same goes for {_listed(list(first.also))}.")
     if findings.inherited_structure:
         sentences.append(
             f"{_plural(findings.inherited_structure, 'later computation')} in the step gave other bits from equal "

@@ -1,6 +1,7 @@
 """What to do about a divergence: a concrete next step for each cause, finer where the op is known.
 
-Place in the flow: diff -> *remedies* -> answer. The first entry that fits is the one that is said.
+Place in the flow: diff -> *remedies* -> answer. The first entry that fits is said,
+so those for an op come before those for a phase, and those before the ones for a cause alone.
 """
 
 from __future__ import annotations
@@ -51,7 +52,12 @@ DETERMINISTIC = (
 )
 
 REMEDIES: tuple[Remedy, ...] = (
-    # ---------------------------------------------------------------- ops with a known switch
+    Remedy(
+        _only(Cause.FORWARD),
+        "Recompute under the random state and the buffers of the forward pass: "
+        "checkpoint(..., preserve_rng_state=True), and no buffer that the module itself changes.",
+        phase="recompute",
+    ),
     Remedy(
         COMPUTED,
         "Dropout drew another mask from equal generator states: give it a seeded generator, and leave the random "
@@ -83,13 +89,6 @@ REMEDIES: tuple[Remedy, ...] = (
         "CUBLAS_WORKSPACE_CONFIG=:4096:8 and one stream; keep batch shapes equal in both runs.",
         op=r"\b(aten[.:]+)?(addmm|mm|bmm|baddbmm|matmul|linear)(backward\d*)?\b",
     ),
-    # ---------------------------------------------------------------- phases
-    Remedy(
-        _only(Cause.FORWARD),
-        "Recompute under the random state and the buffers of the forward pass: "
-        "checkpoint(..., preserve_rng_state=True), and no buffer that the module itself changes.",
-        phase="recompute",
-    ),
     Remedy(
         _only(Cause.FORWARD),
         "Look at what writes the buffer in forward: an order-dependent reduction, a random draw, uninitialised "
@@ -103,7 +102,6 @@ REMEDIES: tuple[Remedy, ...] = (
         "pass.",
         phase="loss",
     ),
-    # ---------------------------------------------------------------- causes
     Remedy(
         _only(Cause.DATA),
         "Make the order and the content of the batches a function of the seed and the step alone: sort file lists "
@@ -137,8 +135,9 @@ REMEDIES: tuple[Remedy, ...] = (
     ),
     Remedy(
         _only(Cause.HYPERPARAMETER),
-        "Give both runs the same schedule: save the scheduler (lr_scheduler.state_dict()) and whatever counts its "
-        "steps in the checkpoint, and restore it after the optimizer.",
+        "Give both runs the same value: compare their commands and configurations; where one was resumed, save the "
+        "scheduler (lr_scheduler.state_dict()) and whatever counts its steps in the checkpoint, and restore them "
+        "after the optimizer.",
     ),
     Remedy(
         _only(Cause.STRUCTURE),

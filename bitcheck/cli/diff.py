@@ -22,6 +22,7 @@ def command(baseline: Path, candidate: Path, until: int | None, show_all: bool, 
     """Say whether two runs are bitwise identical and, where not, where and why they part.
 
     \b
+    Example:
       bitcheck diff runs/a runs/b
       bitcheck diff runs/a runs/resumed --json
 

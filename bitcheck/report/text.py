@@ -131,7 +131,7 @@ def _where(answer: Answer, first: Origin) -> list[str]:
 def describe_tensor(origin: Origin) -> str:
     """Return an origin's site with what is known of its tensor, on one line."""
     facts = [origin.site, f"{origin.dtype} [{', '.join(map(str, origin.shape))}]"]
-    if origin.elements is not None:
+    if origin.elements is not None and origin.shape:
         begin, end = origin.elements
         facts.append(f"elements {begin:,} to {end:,} of {math.prod(origin.shape):,}")
     if origin.missing_in:
