@@ -66,11 +66,39 @@ def _grouped_gemm_kernel(
 
 
 @triton.jit
+def _swiglu_epilogue(
+    dy, rows, cols, is_row, prob, hidden_ptr, scale_ptr, dhidden_ptr, num_cols, stride_hr, stride_hsb,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """Write dgate and dup of some columns of a tile; return their part of dprob, one number a row."""
+    is_col = cols < num_cols
+    mask = is_row[:, None] & is_col[None, :]
+    wide = rows[:, None].to(tl.int64)
+    hidden_ptrs = hidden_ptr + wide * stride_hr + cols[None, :]
+    gate = tl.load(hidden_ptrs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(hidden_ptrs + num_cols, mask=mask, other=0.0).to(tl.float32)
+    if SCALED:  # by 1x128 along [gate | up]: where F is no multiple of 128, a block holds some of both
+        scale_ptrs = scale_ptr + rows[:, None] + (cols // 128 * stride_hsb)[None, :]
+        gate *= tl.load(scale_ptrs, mask=mask, other=0.0)
+        scale_ptrs = scale_ptr + rows[:, None] + ((cols + num_cols) // 128 * stride_hsb)[None, :]
+        up *= tl.load(scale_ptrs, mask=mask, other=0.0)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    dy = tl.where(mask, dy, 0.0)  # past the last column lies the next expert's weight
+    dact = dy * prob[:, None]
+    dgate = dact * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
+    dhidden_ptrs = dhidden_ptr + wide * (2 * num_cols) + cols[None, :]
+    tl.store(dhidden_ptrs, dgate.to(dhidden_ptr.dtype.element_ty), mask=mask)
+    tl.store(dhidden_ptrs + num_cols, (dact * silu).to(dhidden_ptr.dtype.element_ty), mask=mask)
+    return tl.sum(dy * (silu * up), axis=1)
+
+
+@triton.jit
 def _dswiglu_kernel(
-    lhs_desc, rhs_desc, lhs_scale_ptr, rhs_scale_ptr, gate_ptr, up_ptr, gate_scale_ptr, up_scale_ptr, prob_ptr,
-    dhidden_ptr, dprob_ptr, turn_ptr, tile_expert_ptr, tile_begin_ptr, tile_end_ptr,
+    lhs_desc, rhs_desc, lhs_scale_ptr, rhs_scale_ptr, hidden_ptr, hidden_scale_ptr, prob_ptr, dhidden_ptr,
+     dprob_ptr, turn_ptr, tile_expert_ptr, tile_begin_ptr, tile_end_ptr,
     num_rows, num_cols, num_blocks, tiles_n, stride_lsr, stride_lsb, stride_rse, stride_rsr, stride_rsb,
-    stride_gr, stride_ur, stride_gsb, stride_usb,
+    stride_hr, stride_hsb,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     SCALED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
@@ -87,31 +115,24 @@ def _dswiglu_kernel(
     if begin >= end:
         return
     rows = begin + tl.arange(0, TILE_M)
-    cols = tile_n * TILE_N + tl.arange(0, TILE_N)
     dy = accumulate_tile(
         lhs_desc, rhs_desc, lhs_scale_ptr + tl.minimum(rows, num_rows - 1) * stride_lsr,
         rhs_scale_ptr + expert * stride_rse + tile_n * stride_rsr, begin, expert * num_cols + tile_n * TILE_N,
         0, num_blocks, stride_lsb, stride_rsb, TILE_M, TILE_N, BLOCK_K, False,
     )  # fmt: skip
 
+    # The epilogue takes the tile's columns in two halves, left before right: half the registers.
     is_row = rows < end
-    mask = is_row[:, None] & (cols < num_cols)[None, :]
-    wide = rows[:, None].to(tl.int64)
-    gate = tl.load(gate_ptr + wide * stride_gr + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + wide * stride_ur + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    if SCALED:  # TILE_N is the width of a scale's block: one scale a row
-        gate *= tl.load(gate_scale_ptr + tile_n * stride_gsb + rows, mask=is_row, other=0.0)[:, None]
-        up *= tl.load(up_scale_ptr + tile_n * stride_usb + rows, mask=is_row, other=0.0)[:, None]
     prob = tl.load(prob_ptr + rows, mask=is_row, other=0.0)
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    dy = tl.where(mask, dy, 0.0)  # past the last column lies the next expert's weight
-    part = tl.sum(dy * (silu * up), axis=1)
-    dact = dy * prob[:, None]
-    dgate = dact * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
-    dhidden_ptrs = dhidden_ptr + wide * (2 * num_cols) + cols[None, :]
-    tl.store(dhidden_ptrs, dgate.to(dhidden_ptr.dtype.element_ty), mask=mask)
-    tl.store(dhidden_ptrs + num_cols, (dact * silu).to(dhidden_ptr.dtype.element_ty), mask=mask)
+    left, right = tl.split(tl.permute(tl.reshape(dy, (TILE_M, 2, TILE_N // 2)), (0, 2, 1)))
+    cols = tile_n * TILE_N + tl.arange(0, TILE_N // 2)
+    part = _swiglu_epilogue(
+        left, rows, cols, is_row, prob, hidden_ptr, hidden_scale_ptr, dhidden_ptr, num_cols, stride_hr, stride_hsb, SCALED
+    )  # fmt: skip
+    part += _swiglu_epilogue(
+        right, rows, cols + TILE_N // 2, is_row, prob, hidden_ptr, hidden_scale_ptr, dhidden_ptr, num_cols,
+        stride_hr, stride_hsb, SCALED,
+    )  # fmt: skip
 
     if FORM == "slots":
         tl.store(dprob_ptr + tile_n.to(tl.int64) * num_rows + rows, part, mask=is_row)
@@ -163,8 +184,7 @@ def grouped_dgrad_swiglu(
     lhs: Quantised,
     rhs: Quantised,
     schedule: GroupSchedule,
-    gate: torch.Tensor | Quantised,
-    up: torch.Tensor | Quantised,
+    hidden: torch.Tensor | Quantised,
     prob: torch.Tensor,
     *,
     form: DprobForm,
@@ -172,27 +192,20 @@ def grouped_dgrad_swiglu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (dhidden [R, 2 F], dprob float32 [R]) from the gradient of the experts' outputs.
 
-    `lhs` [R, D] is that gradient by rows, `rhs` [E, F, D] the transposed w2; `gate`, `up` [R, F] are
-    SwiGLU's inputs as they were cached, both as tensors (rows may be strided) or both by rows in FP8;
-    `prob` float32 [R] is each row's routing probability. dhidden holds dgate, then dup. Raises
-    ValueError for an unknown `form`, shapes that do not fit, or D not a multiple of 16.
+    `lhs` [R, D] is that gradient by rows, `rhs` [E, F, D] the transposed w2; `hidden` [R, 2 F] holds
+    SwiGLU's inputs as they were cached, gate then up, as a tensor or by rows in FP8; `prob` float32 [R]
+    is each row's routing probability. dhidden holds dgate, then dup. Raises ValueError for an unknown
+    `form`, shapes that do not fit, or D not a multiple of 16.
     """
     _check_operands(lhs, rhs, schedule)
     if form not in get_args(DprobForm):
         raise ValueError(f"moe.dprob: unknown form {form!r}; expected one of {', '.join(get_args(DprobForm))}")
     num_rows, num_k = lhs.values.shape
     num_cols = rhs.values.shape[1]
-    if isinstance(gate, Quantised) and isinstance(up, Quantised):
-        gate_values, up_values, gate_scales, up_scales = gate.values, up.values, gate.scales, up.scales
-    elif isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor):
-        gate_values, up_values = gate, up
-        gate_scales = up_scales = prob[:, None]  # not read
-    else:
-        raise ValueError("gate and up: expected both as tensors or both quantised")
-    if gate_values.shape != (num_rows, num_cols) or up_values.shape != gate_values.shape or prob.shape != (num_rows,):
+    values, scales = (hidden.values, hidden.scales) if isinstance(hidden, Quantised) else (hidden, None)
+    if values.shape != (num_rows, 2 * num_cols) or prob.shape != (num_rows,):
         raise ValueError(
-            f"gate {tuple(gate_values.shape)}, up {tuple(up_values.shape)}, prob {tuple(prob.shape)}; "
-            f"expected {(num_rows, num_cols)} twice and {(num_rows,)}"
+            f"hidden {tuple(values.shape)}, prob {tuple(prob.shape)}; expected {(num_rows, 2 * num_cols)}, {(num_rows,)}"
         )
     device = lhs.values.device
     tiles_n, parts = triton.cdiv(num_cols, TILE_N), TILE_ROWS // TILE_M
@@ -209,11 +222,11 @@ def grouped_dgrad_swiglu(
         return dhidden, torch.empty(0, dtype=torch.float32, device=device)
     _dswiglu_kernel[(tiles_n * row_tiles,)](
         tile_descriptor(lhs.values, TILE_M), tile_descriptor(rhs.values, TILE_N), lhs.scales, rhs.scales,
-        gate_values, up_values, gate_scales, up_scales, prob, dhidden, dprob, turns,
+        values, scales, prob, dhidden, dprob, turns,
         schedule.tile_expert, schedule.tile_begin, schedule.tile_end, num_rows, num_cols,
         triton.cdiv(num_k, BLOCK), tiles_n, *lhs.scales.stride(), *rhs.scales.stride(),
-        gate_values.stride(0), up_values.stride(0), gate_scales.stride(1), up_scales.stride(1),
-        TILE_M=TILE_M, TILE_N=TILE_N, BLOCK_K=BLOCK, PARTS=parts, SCALED=isinstance(gate, Quantised), FORM=form,
+        values.stride(0), 0 if scales is None else scales.stride(1),
+        TILE_M=TILE_M, TILE_N=TILE_N, BLOCK_K=BLOCK, PARTS=parts, SCALED=scales is not None, FORM=form,
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return dhidden, sum_slots(dprob) if form == "slots" else dprob
@@ -229,14 +242,10 @@ def reference_grouped_gemm(lhs: torch.Tensor, rhs: torch.Tensor, schedule: Group
 
 
 def reference_dgrad_swiglu(
-    lhs: torch.Tensor,
-    rhs: torch.Tensor,
-    schedule: GroupSchedule,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    prob: torch.Tensor,
+    lhs: torch.Tensor, rhs: torch.Tensor, schedule: GroupSchedule, hidden: torch.Tensor, prob: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (dhidden, dprob) in plain PyTorch from plain matrices, in the dtype given."""
+    gate, up = hidden.chunk(2, dim=1)
     dy = reference_grouped_gemm(lhs, rhs, schedule)
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid

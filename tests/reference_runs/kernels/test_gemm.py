@@ -106,21 +106,19 @@ class Dgrad:
         self.dz = quantise_rows(torch.randn(num_rows, model, device=device))
         _, self.weight_t = quantise_weight(torch.randn(len(counts), model, width, device=device))
         hidden = torch.randn(num_rows, 2 * width, device=device)
-        self.gate, self.up = hidden[:, :width], hidden[:, width:]
-        if cached_fp8:
-            self.gate, self.up = quantise_rows(self.gate), quantise_rows(self.up)
+        self.hidden = quantise_rows(hidden) if cached_fp8 else hidden
         self.prob = torch.rand(num_rows, device=device)
 
     def run(self, form: DprobForm, out_dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
         return grouped_dgrad_swiglu(
-            self.dz, self.weight_t, self.schedule, self.gate, self.up, self.prob, form=form, out_dtype=out_dtype
+            self.dz, self.weight_t, self.schedule, self.hidden, self.prob, form=form, out_dtype=out_dtype
         )
 
     def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, up = (x if isinstance(x, torch.Tensor) else x.dequantise() for x in (self.gate, self.up))
+        hidden = self.hidden if isinstance(self.hidden, torch.Tensor) else self.hidden.dequantise()
         return reference_dgrad_swiglu(
             self.dz.dequantise().double(), self.weight_t.dequantise().double(), self.schedule,
-            gate.double(), up.double(), self.prob.double(),
+            hidden.double(), self.prob.double(),
         )  # fmt: skip
 
 
