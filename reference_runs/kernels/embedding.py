@@ -75,9 +75,7 @@ def _scatter_kernel(dy_ptr, token_ptr, out_ptr, num_cols, stride_dr, BLOCK: tl.c
     tl.atomic_add(out_ptr + token * num_cols + cols, part, mask=mask, sem="relaxed")
 
 
-def embedding_backward(
-    dy: torch.Tensor, tokens: torch.Tensor, num_tokens: int, *, form: EmbeddingForm
-) -> torch.Tensor:
+def embedding_backward(dy: torch.Tensor, tokens: torch.Tensor, num_tokens: int, *, form: EmbeddingForm) -> torch.Tensor:
     """Return dE, float32 [V, D], from `dy` [T, D] and `tokens` int64 [T], each in 0 .. V - 1 = `num_tokens` - 1.
 
     Raises ValueError for an unknown `form` or shapes that do not fit.
@@ -109,9 +107,7 @@ def embedding_backward(
         dy, order, begin, end, pieces, num_cols, dy.stride(0), BLOCK=BLOCK, UNROLL=UNROLL, num_warps=4
     )
     out = torch.empty(num_tokens, num_cols, dtype=torch.float32, device=dy.device)
-    _token_kernel[(num_tokens, grid_cols)](
-        pieces, first_piece, out, num_cols, BLOCK=BLOCK, UNROLL=UNROLL, num_warps=4
-    )
+    _token_kernel[(num_tokens, grid_cols)](pieces, first_piece, out, num_cols, BLOCK=BLOCK, UNROLL=UNROLL, num_warps=4)
     return out
 
 

@@ -26,6 +26,7 @@ slots and serial add in the same order and give the same bits.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
@@ -127,7 +128,8 @@ def _dswiglu_kernel(
     left, right = tl.split(tl.permute(tl.reshape(dy, (TILE_M, 2, TILE_N // 2)), (0, 2, 1)))
     cols = tile_n * TILE_N + tl.arange(0, TILE_N // 2)
     part = _swiglu_epilogue(
-        left, rows, cols, is_row, prob, hidden_ptr, hidden_scale_ptr, dhidden_ptr, num_cols, stride_hr, stride_hsb, SCALED
+        left, rows, cols, is_row, prob, hidden_ptr, hidden_scale_ptr, dhidden_ptr, num_cols,
+        stride_hr, stride_hsb, SCALED,
     )  # fmt: skip
     part += _swiglu_epilogue(
         right, rows, cols + TILE_N // 2, is_row, prob, hidden_ptr, hidden_scale_ptr, dhidden_ptr, num_cols,
@@ -205,7 +207,8 @@ def grouped_dgrad_swiglu(
     values, scales = (hidden.values, hidden.scales) if isinstance(hidden, Quantised) else (hidden, None)
     if values.shape != (num_rows, 2 * num_cols) or prob.shape != (num_rows,):
         raise ValueError(
-            f"hidden {tuple(values.shape)}, prob {tuple(prob.shape)}; expected {(num_rows, 2 * num_cols)}, {(num_rows,)}"
+            f"hidden {tuple(values.shape)}, prob {tuple(prob.shape)}; "
+            f"expected {(num_rows, 2 * num_cols)} and {(num_rows,)}"
         )
     device = lhs.values.device
     tiles_n, parts = triton.cdiv(num_cols, TILE_N), TILE_ROWS // TILE_M
@@ -236,7 +239,7 @@ def reference_grouped_gemm(lhs: torch.Tensor, rhs: torch.Tensor, schedule: Group
     """Multiply rows [R, K] with their expert's weight [E, N, K] in plain PyTorch, in the dtype given."""
     out = lhs.new_zeros(lhs.shape[0], rhs.shape[1])
     bounds = schedule.offsets.tolist()
-    for expert, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for expert, (begin, end) in enumerate(pairwise(bounds)):
         out[begin:end] = lhs[begin:end] @ rhs[expert].T
     return out
 

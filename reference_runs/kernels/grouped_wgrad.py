@@ -15,6 +15,7 @@ number of parts is part of the result's bits, so it is a constant of the caller,
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
@@ -114,4 +115,4 @@ def grouped_wgrad(
 def reference_grouped_wgrad(dy: torch.Tensor, x: torch.Tensor, schedule: GroupSchedule) -> torch.Tensor:
     """Return dW [E, N, C] of plain matrices dy [R, N], x [R, C] in plain PyTorch, in the dtype given."""
     bounds = schedule.offsets.tolist()
-    return torch.stack([dy[b:e].T @ x[b:e] for b, e in zip(bounds, bounds[1:], strict=False)])
+    return torch.stack([dy[b:e].T @ x[b:e] for b, e in pairwise(bounds)])

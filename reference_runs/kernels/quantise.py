@@ -205,9 +205,7 @@ def reference_rows(x: torch.Tensor, power_of_two: bool = False) -> Quantised:
     return Quantised(reference_cast(x_tiles / scales[..., None]).flatten(-2)[..., : x.shape[-1]], scales, 1)
 
 
-def reference_columns(
-    x: torch.Tensor, schedule: GroupSchedule | None = None, power_of_two: bool = False
-) -> Quantised:
+def reference_columns(x: torch.Tensor, schedule: GroupSchedule | None = None, power_of_two: bool = False) -> Quantised:
     """Quantise [T, C] in tiles of 128x1 and transpose it, in plain PyTorch."""
     if schedule is None:
         tiles = _pad(x.float(), BLOCK, 0).unflatten(0, (-1, BLOCK))

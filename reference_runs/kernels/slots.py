@@ -32,7 +32,9 @@ def _sum_slots_kernel(
     for first in range(1, num_slots, UNROLL):  # index order: the order of the sum
         for step in tl.static_range(UNROLL):
             is_slot = first + step < num_slots
-            part = tl.load(slots_ptr + tl.cast(first + step, tl.int64) * stride_slot + at, mask=mask & is_slot, other=0.0)
+            part = tl.load(
+                slots_ptr + tl.cast(first + step, tl.int64) * stride_slot + at, mask=mask & is_slot, other=0.0
+            )
             total = tl.where(is_slot, total + part, total)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
 

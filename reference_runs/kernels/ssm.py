@@ -66,7 +66,7 @@ class Shape(NamedTuple):
 
     @property
     def tiles_p(self) -> int:
-        return triton.cdiv(self.head_dim, self.tile_p)
+        return -(-self.head_dim // self.tile_p)
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def _pass_kernel(states_ptr, decay_sum_ptr, num_chunks, num_heads, size, L: tl.c
     head, seq = tl.program_id(1), tl.program_id(2)
     mask = at < size
     state = tl.zeros((BLOCK,), dtype=tl.float32)
-    for chunk in range(0, num_chunks):  # in the order of time: the order of the sum
+    for chunk in range(num_chunks):  # in the order of time: the order of the sum
         cell = (tl.cast(seq * num_chunks + chunk, tl.int64)) * num_heads + head
         decay = tl.exp(tl.load(decay_sum_ptr + cell * L + L - 1))
         added = tl.load(states_ptr + cell * size + at, mask=mask, other=0.0)

@@ -67,7 +67,7 @@ def _pass_back_kernel(dstates_ptr, decay_sum_ptr, num_chunks, num_heads, size, L
     head, seq = tl.program_id(1), tl.program_id(2)
     mask = at < size
     carried = tl.zeros((BLOCK,), dtype=tl.float32)
-    for step in range(0, num_chunks):  # last chunk first: the order of the sum
+    for step in range(num_chunks):  # last chunk first: the order of the sum
         cell = tl.cast(seq * num_chunks + num_chunks - 1 - step, tl.int64) * num_heads + head
         decay = tl.exp(tl.load(decay_sum_ptr + cell * L + L - 1))
         own = tl.load(dstates_ptr + cell * size + at, mask=mask, other=0.0)
@@ -120,7 +120,9 @@ def _through_states_kernel(
         # Through the state after it.
         dstate = tl.load(dstates_ptr + at_state, mask=state_mask, other=0.0)
         kept = tl.sum(tl.sum(dstate * state, axis=1), axis=0) * tl.exp(total)
-        x = load_tile(x_ptr + seq * stride_xb + head * stride_xh, stride_xs, first, head_dim, tile_p * TILE_P, L, TILE_P)
+        x = load_tile(
+            x_ptr + seq * stride_xb + head * stride_xh, stride_xs, first, head_dim, tile_p * TILE_P, L, TILE_P
+        )
         part_db = tl.dot(x * (dt * to_end)[:, None], dstate, input_precision=PRECISION)
         b = load_tile(b_ptr + seq * stride_bb, stride_bs, first, state_dim, 0, L, TILE_N)
         dto_end = tl.sum(part_db * b, axis=1)
@@ -161,7 +163,9 @@ def _inside_chunk_kernel(
         dt = tl.load(dt_ptr + seq * stride_dtb + (first + positions).to(tl.int64) * stride_dts + head).to(tl.float32)
         at_head = cell * num_heads + head
         decay_sum = tl.load(decay_sum_ptr + at_head * L + positions)
-        x = load_tile(x_ptr + seq * stride_xb + head * stride_xh, stride_xs, first, head_dim, tile_p * TILE_P, L, TILE_P)
+        x = load_tile(
+            x_ptr + seq * stride_xb + head * stride_xh, stride_xs, first, head_dim, tile_p * TILE_P, L, TILE_P
+        )
         dy_base = dy_ptr + seq * stride_dyb + head * stride_dyh
         dy = load_tile(dy_base, stride_dys, first, head_dim, tile_p * TILE_P, L, TILE_P)
         # The exponent is masked, not the result: above the diagonal it is positive and could overflow.

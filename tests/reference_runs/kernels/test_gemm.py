@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -166,7 +167,7 @@ class Wgrad:
     def exact(self) -> torch.Tensor:
         dy, x = self.dy.dequantise().double(), self.x.dequantise().double()
         tiles = [128 * tile for tile in self.schedule.expert_tiles.tolist()]
-        return torch.stack([dy[:, b:e] @ x[:, b:e].T for b, e in zip(tiles, tiles[1:], strict=False)])
+        return torch.stack([dy[:, b:e] @ x[:, b:e].T for b, e in pairwise(tiles)])
 
 
 @pytest.mark.parametrize("form", ["workspace", "atomic"])

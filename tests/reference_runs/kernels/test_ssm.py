@@ -16,9 +16,7 @@ TOLERANCE = 2e-5
 NAMES = ("x", "dt", "A", "B", "C", "D")
 
 
-def make_operands(
-    device: str, num_seqs: int, seq_len: int, num_heads: int, head_dim: int, state_dim: int
-) -> Operands:
+def make_operands(device: str, num_seqs: int, seq_len: int, num_heads: int, head_dim: int, state_dim: int) -> Operands:
     return Operands(
         x=torch.randn(num_seqs, seq_len, num_heads, head_dim, device=device),
         dt=torch.rand(num_seqs, seq_len, num_heads, device=device) * 0.2 + 0.01,
