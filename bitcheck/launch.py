@@ -23,8 +23,8 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NamedTuple
@@ -43,6 +43,7 @@ _SHARED = (signal.SIGINT, signal.SIGQUIT)
 _KILLS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU})
 """Signals by which somebody else ended the program; the others are its own doing, or its user's."""
 _JOIN_TIMEOUT_S = 60.0
+_WATCH_INTERVAL_S = 0.2
 
 Stream = IO[Any] | int | None
 
@@ -52,13 +53,21 @@ class Ending(NamedTuple):
 
     exit_status: int
     """0 to 255; 128 + the signal's number where a signal ended it."""
+    was_stopped: bool = False
+    """`watch` had seen enough, and the program was stopped."""
 
     @property
     def status(self) -> str:
         """Return `complete`, `failed` or `killed`."""
+        if self.was_stopped:
+            return "killed"
         if self.exit_status == 0:
             return "complete"
         return "killed" if self.exit_status - 128 in _KILLS else "failed"
+
+
+Watch = Callable[[], bool]
+"""Called again and again while a program runs; True stops the program."""
 
 
 class ProgramNotFound(BitcheckError):
@@ -82,9 +91,11 @@ def attached_environment(settings: Settings, variables: Mapping[str, str]) -> di
     return {**variables, VARIABLE: settings.to_json(), "PYTHONPATH": os.pathsep.join([bootstrap, *entries])}
 
 
-def find_program(command: Sequence[str]) -> None:
-    """Raise ProgramNotFound where `command` cannot be started, with what to look at."""
+def find_program(command: Sequence[str], cwd: Path | None = None) -> None:
+    """Raise ProgramNotFound where `command` cannot be started in the folder `cwd`, with what to look at."""
     name = command[0]
+    if cwd is not None and os.sep in name:
+        name = os.path.join(cwd, name)
     if shutil.which(name) is not None:
         return
     if os.sep in name and os.path.isfile(name):
@@ -101,11 +112,17 @@ def run_program(
     stdin: Stream = None,
     stdout: Stream = None,
     stderr: Stream = None,
+    cwd: Path | None = None,
+    watch: Watch | None = None,
 ) -> Ending:
     """Run `command` to its end, with `variables` for its environment.
 
+    With `watch` the program gets a process group of its own, and all of it ends with this call:
+    `watch` is asked a few times a second, and what ends this process ends the program first.
     Raises ProgramNotFound where it cannot be started.
     """
+    if watch is not None:
+        return _run_watched(command, variables, watch, stdin=stdin, stdout=stdout, stderr=stderr, cwd=cwd)
     child: subprocess.Popen[bytes] | None = None
     early: list[int] = []
 
@@ -121,16 +138,59 @@ def run_program(
     with _handlers({**dict.fromkeys(_FORWARDED, forward), **dict.fromkeys(_SHARED, wait_for_child)}):
         try:
             # close_fds: what the shell handed down (`3>log`, `<(command)`) is the program's; ours are close-on-exec.
-            child = subprocess.Popen(command, env=variables, stdin=stdin, stdout=stdout, stderr=stderr, close_fds=False)
-        except FileNotFoundError:
-            raise ProgramNotFound(f"there is no program {command[0]!r}; nothing was run.", EXIT_NOT_FOUND) from None
+            child = subprocess.Popen(
+                command, env=variables, stdin=stdin, stdout=stdout, stderr=stderr, cwd=cwd, close_fds=False
+            )
         except OSError as error:
-            message = f"{command[0]} cannot be executed: {error.strerror}."
-            raise ProgramNotFound(message, EXIT_NOT_EXECUTABLE) from None
+            raise _not_started(command, error) from None
         for number in early:
             child.send_signal(number)
         code = child.wait()
     return Ending(128 - code if code < 0 else code)
+
+
+def _not_started(command: Sequence[str], error: OSError) -> ProgramNotFound:
+    if isinstance(error, FileNotFoundError):
+        return ProgramNotFound(f"there is no program {command[0]!r}; nothing was run.", EXIT_NOT_FOUND)
+    return ProgramNotFound(f"{command[0]} cannot be executed: {error.strerror}.", EXIT_NOT_EXECUTABLE)
+
+
+def _run_watched(
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    watch: Watch,
+    *,
+    stdin: Stream,
+    stdout: Stream,
+    stderr: Stream,
+    cwd: Path | None,
+) -> Ending:
+    """Run `command` in a process group of its own until it ends or `watch` has seen enough."""
+    from bitcheck.stopping import stop_program
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)  # through `finally` below: the program does not outlive its judge
+
+    with _handlers(dict.fromkeys((signal.SIGTERM, signal.SIGHUP), leave)):
+        try:
+            child = subprocess.Popen(
+                command, env=variables, stdin=stdin, stdout=stdout, stderr=stderr, cwd=cwd, process_group=0
+            )
+        except OSError as error:
+            raise _not_started(command, error) from None
+        was_stopped = False
+        try:
+            while child.poll() is None:
+                if watch():
+                    was_stopped = child.poll() is None
+                    break
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(_WATCH_INTERVAL_S)
+        finally:
+            if child.poll() is None:
+                stop_program(child)
+        code = child.wait()
+    return Ending(128 - code if code < 0 else code, was_stopped)
 
 
 @contextmanager
@@ -160,22 +220,29 @@ def record_program(
     stdin: Stream = None,
     stdout: Stream = None,
     stderr: Stream = None,
+    variables: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    watch: Watch | None = None,
 ) -> Ending:
     """Run `command` and record it into `folder`; return how it ended.
 
-    Where the launcher itself was launched once a rank (`srun bitcheck run ...`), rank 0's makes the
-    folder and the others join it. Raises RecordingError where the folder cannot be made or joined,
-    ProgramNotFound where there is no such program.
+    `variables` is its environment (this process's), `cwd` its working directory (this process's), and
+    `watch` may stop it: see `run_program`. Where the launcher itself was launched once a rank
+    (`srun bitcheck run ...`), rank 0's makes the folder and the others join it. Raises RecordingError
+    where the folder cannot be made or joined, ProgramNotFound where there is no such program.
     """
     from bitcheck.run import create_run
 
-    find_program(command)
+    find_program(command, cwd)
     folder = Path(os.path.abspath(folder))
     placement = launched_as(os.environ)
     is_first = placement is None or placement.rank == 0
     if is_first:
         run_id = secrets.token_hex(8)
-        create_run(folder, _run_info(command, run_id, options, placement), overwrite=overwrite)
+        info = _run_info(command, run_id, options, placement)
+        if cwd is not None:
+            info["cwd"] = os.path.abspath(cwd)
+        create_run(folder, info, overwrite=overwrite)
     else:
         assert placement is not None
         run_id = join_run(folder, placement.job)
@@ -183,7 +250,13 @@ def record_program(
         settings = Settings(str(folder), str(package_folder()), words, run_id, options)
         try:
             ending = run_program(
-                command, attached_environment(settings, os.environ), stdin=stdin, stdout=stdout, stderr=stderr
+                command,
+                attached_environment(settings, os.environ if variables is None else variables),
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                cwd=cwd,
+                watch=watch,
             )
         except ProgramNotFound:
             if is_first:
