@@ -92,6 +92,14 @@ def pair_rows(
     `with_fragments` is False where a run did not come to its end: its last piece is an unfinished step.
     """
     fragment = int(StepKind.FRAGMENT)
+    if _line_up(baseline, candidate, alignment):
+        wanted = np.ones(len(baseline), np.bool_)
+        if until is not None:
+            wanted &= baseline["step"] <= until
+        if not with_fragments:
+            wanted &= baseline["kind"] != fragment
+        rows = np.flatnonzero(wanted)
+        return RowPairs(baseline["step"][rows], baseline["kind"][rows].astype(np.uint8), rows, rows)
     places: dict[tuple[int, bool], int] = {}
     for row, (step, kind) in enumerate(zip(baseline["step"].tolist(), baseline["kind"].tolist(), strict=True)):
         places[step, kind == fragment] = row
@@ -109,6 +117,15 @@ def pair_rows(
     pairs.sort(key=lambda pair: (pair[0], pair[1] == fragment))
     columns = np.array(pairs, np.int64).reshape(len(pairs), 4)
     return RowPairs(columns[:, 0], columns[:, 1].astype(np.uint8), columns[:, 2], columns[:, 3])
+
+
+def _line_up(baseline: npt.NDArray[Any], candidate: npt.NDArray[Any], alignment: Alignment) -> bool:
+    """Whether the tables have the same steps, row by row."""
+    return (
+        len(baseline) == len(candidate)
+        and np.array_equal(baseline["kind"], candidate["kind"])
+        and np.array_equal(baseline["step"], candidate["step"] + alignment.offset)
+    )
 
 
 def _initial(table: npt.NDArray[Any]) -> Any:

@@ -45,8 +45,9 @@ MAX_LOADED_RANKS = 256
 MAX_COUNTED_PAIRS = 256
 """Differing steps (times ranks) beyond the first whose events are counted one by one."""
 MAX_STEPS_WITH_ORIGINS = 64
+MAX_RECOMPUTE_RANKS = 8
 MAX_RECOMPUTE_CHECKS = 256
-"""Steps (times ranks) of each run whose recompute is held against their forward."""
+"""Steps of each run, over these ranks, whose recompute is held against their forward."""
 MAX_NOTED_RANKS = 16
 MAX_COVERAGE_STEPS = 64
 
@@ -235,27 +236,68 @@ class _Comparison:
     # ------------------------------------------------------------------ tables: roots only
 
     def _scan_tables(self) -> None:
-        """Pair the rows of every rank and keep the ranks in which roots differ."""
+        """Pair the rows of every rank and keep the ranks in which roots differ.
+
+        A rank whose chain is the same in both runs is equal in everything, and its table is not read
+        (except the first one's, for the numbers of the steps).
+        """
+        ours, theirs = self.tails
+        equal = (ours["chain"] == theirs["chain"]).all(axis=1) & (ours["num_rows"] == theirs["num_rows"])
+        equal &= ours["num_rows"] > 0
+        if self.alignment.offset or self.until is not None:
+            equal[:] = False
         for done, rank in enumerate(self.ranks):
-            ours, theirs = self.baseline.rank(rank), self.candidate.rank(rank)
-            statuses = ours.status, theirs.status
-            rows = pair_rows(
-                ours.table,
-                theirs.table,
-                self.alignment,
-                until=self.until,
-                with_fragments=statuses == (FINISHED, FINISHED),
-            )
-            self._count(rows, ours.table, rank)
-            self._find_early_end(ours, theirs, rank)
-            found = self._compare_roots(rows, ours.table, theirs.table)
-            if found is None:
-                _close(self.baseline, rank)
-                _close(self.candidate, rank)
+            if equal[done] and done:
+                self._count_whole(ours[done], rank)
             else:
-                self.pairs[rank] = found
+                self._scan_rank(rank)
             if self.progress is not None:
                 self.progress(done + 1, len(self.ranks))
+
+    @cached_property
+    def tails(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """The ends of the common ranks, baseline's and candidate's."""
+        found = []
+        for run in (self.baseline, self.candidate):
+            place = {rank: index for index, rank in enumerate(run.ranks)}
+            found.append(run.read_tails()[[place[rank] for rank in self.ranks]])
+        return found[0], found[1]
+
+    def _scan_rank(self, rank: int) -> None:
+        ours, theirs = self.baseline.rank(rank), self.candidate.rank(rank)
+        rows = pair_rows(
+            ours.table,
+            theirs.table,
+            self.alignment,
+            until=self.until,
+            with_fragments=(ours.status, theirs.status) == (FINISHED, FINISHED),
+        )
+        self._count(rows, ours.table, rank)
+        self._find_early_end(ours, theirs, rank)
+        found = self._compare_roots(rows, ours.table, theirs.table)
+        if found is not None:
+            self.pairs[rank] = found
+        if found is None or len(self.pairs) > MAX_LOADED_RANKS:
+            self._close(rank)
+
+    def _count_whole(self, tail: Any, rank: int) -> None:
+        """Count a rank that is equal in everything."""
+        totals = self.totals
+        first, last = int(tail["first_kind"]), int(tail["last_kind"])
+        num_rows = int(tail["num_rows"])
+        steps = num_rows - (first == int(StepKind.INITIAL)) - (last == int(StepKind.FRAGMENT) and num_rows > 1)
+        totals.num_pairs += num_rows
+        totals.ranks += 1
+        totals.steps = max(totals.steps, steps)
+        totals.events += int(tail["total_events"])
+        totals.bytes += int(tail["total_bytes"])
+        if totals.recompute:
+            totals.recompute.append(rank)
+
+    def _close(self, rank: int) -> None:
+        """Close a rank's files: thousands of them are not held open."""
+        self.baseline.close_rank(rank)
+        self.candidate.close_rank(rank)
 
     def _count(self, rows: RowPairs, table: npt.NDArray[Any], rank: int) -> None:
         totals = self.totals
@@ -375,8 +417,7 @@ class _Comparison:
             self.naming.learn(candidate)
             pairs[rank] = StepPair(rank, baseline, candidate)
             if len(self.pairs) > MAX_LOADED_RANKS:
-                _close(self.baseline, rank)
-                _close(self.candidate, rank)
+                self._close(rank)
         return pairs
 
     def _has_common_site(self, pairs: dict[int, StepPair]) -> bool:
@@ -544,39 +585,46 @@ class _Comparison:
     def _check_recomputes(self) -> dict[str, list[str]]:
         """Modules whose recompute differs from their forward within a run -> names of those runs."""
         found: dict[str, list[str]] = {}
+        ranks = self.totals.recompute[:MAX_RECOMPUTE_RANKS]
         for name, run in (("baseline", self.baseline), ("candidate", self.candidate)):
-            budget = MAX_RECOMPUTE_CHECKS
-            for rank in self.totals.recompute:
-                if budget <= 0:
-                    break
-                is_parted = rank in self.pairs
+            for rank in ranks:
                 reader = run.rank(rank)
-                for row in range(len(reader.table)):
-                    if budget <= 0 or int(reader.table["kind"][row]) != int(StepKind.STEP):
-                        continue
-                    budget -= 1
+                rows = np.flatnonzero(reader.table["kind"] == int(StepKind.STEP))
+                for row in rows[: MAX_RECOMPUTE_CHECKS // len(ranks)].tolist():
                     step = reader.load(row)
                     self.naming.learn(step)
                     for root, path in inconsistent_recomputes(step):
                         module = self.naming.module(root, path)
                         if name not in found.setdefault(module, []):
                             found[module].append(name)
-                if not is_parted:
-                    _close(run, rank)
+                if rank not in self.pairs:
+                    run.close_rank(rank)
         return found
 
     def _coverage(self) -> dict[str, int]:
-        """What escaped observation in the compared steps of the first rank, both runs, the larger count of each."""
-        rank = self.ranks[0]
-        counts: list[Counter[str]] = []
-        for run in (self.baseline, self.candidate):
-            reader = run.rank(rank)
+        """What escaped observation: a sentence -> how many times, in the run with more of it.
+
+        Beyond MAX_COVERAGE_STEPS steps of a run with something unobserved, the rest is counted only.
+        """
+        counts = []
+        for run, tails in zip((self.baseline, self.candidate), self.tails, strict=True):
+            totals = dict(zip(self.ranks, tails["total_unobserved"].tolist(), strict=True))
             count: Counter[str] = Counter()
-            for row in range(min(len(reader.table), MAX_COVERAGE_STEPS)):
-                count.update(dict(reader.load(row).unobserved))
+            budget = MAX_COVERAGE_STEPS
+            for rank in [rank for rank in self.ranks if totals[rank]]:
+                if budget <= 0:
+                    break
+                table = run.rank(rank).table
+                rows = np.flatnonzero(np.diff(table["total_unobserved"].astype(np.int64), prepend=0))[:budget]
+                for row in rows.tolist():
+                    count.update(dict(run.rank(rank).load(row).unobserved))
+                budget -= len(rows)
+                if rank not in self.pairs:
+                    run.close_rank(rank)
+            rest = sum(totals[rank] for rank in self.ranks) - count.total()
+            if rest > 0:
+                count["others, in steps that were not looked into one by one"] = rest
             counts.append(count)
-            if rank not in self.pairs:
-                _close(run, rank)
         return dict(sorted((counts[0] | counts[1]).items()))
 
     def _environment(self) -> tuple[EnvironmentDifference, ...]:
@@ -615,13 +663,6 @@ def _last_step(table: npt.NDArray[Any], offset: int, until: int | None) -> int:
     last = int(steps.max()) if len(steps) else int(initial[0]) if len(initial) else -1
     last += offset
     return last if until is None else min(last, until)
-
-
-def _close(run: RunView, rank: int) -> None:
-    """Close a rank's file, where a run has files: thousands of them are not held open."""
-    close = getattr(run, "close_rank", None)
-    if close is not None:
-        close(rank)
 
 
 __all__ = ["StepView", "diff_runs"]

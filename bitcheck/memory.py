@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from bitcheck.digest import xxh3_128
 from bitcheck.events import PHASES, STATE_PHASES, Group, Level, Site, StepKind, StepRecord
+from bitcheck.views import TAIL
 
 TABLE = np.dtype(
     [
@@ -28,6 +29,7 @@ TABLE = np.dtype(
         ("phase_roots", "u1", (len(PHASES), 16)),
         ("num_events", "<i8"),
         ("num_bytes", "<i8"),
+        ("total_unobserved", "<i8"),
     ]
 )
 """The columns of a rank's table that the diff reads."""
@@ -76,7 +78,7 @@ class MemoryRank:
     def table(self) -> npt.NDArray[Any]:
         """A row a step, with roots built as in a file: over (site key, digest) in sorted order."""
         table = np.zeros(len(self.records), TABLE)
-        chain = b""
+        chain, unobserved = b"", 0
         for row, record in zip(table, self.records, strict=True):
             keyed = sorted((event.site.key, event.digest, event.site.phase) for event in record.events)
             roots = [
@@ -85,13 +87,16 @@ class MemoryRank:
             ]
             state = [root for phase, root in zip(PHASES, roots, strict=True) if phase in STATE_PHASES]
             root = xxh3_128(b"".join(roots))
-            chain = xxh3_128(chain + b"%d %d" % (record.step, record.kind) + root)
+            notes = repr((sorted(record.unobserved.items()), record.remarks)).encode()
+            chain = xxh3_128(chain + b"%d %d" % (record.step, record.kind) + root + notes)
+            unobserved += sum(record.unobserved.values())
             row["step"], row["kind"] = record.step, record.kind
             row["root"] = np.frombuffer(root, np.uint8)
             row["state_root"] = np.frombuffer(xxh3_128(b"".join(state)), np.uint8)
             row["chain"] = np.frombuffer(chain, np.uint8)
             row["phase_roots"] = np.frombuffer(b"".join(roots), np.uint8).reshape(len(PHASES), 16)
             row["num_events"] = len(record.events)
+            row["total_unobserved"] = unobserved
             row["num_bytes"] = sum(event.num_bytes for event in record.events)
         return table
 
@@ -135,3 +140,20 @@ class MemoryRun:
     def rank(self, rank: int) -> MemoryRank:
         """Return one rank's steps."""
         return self._readers[rank]
+
+    def close_rank(self, rank: int) -> None:
+        """Do nothing: memory needs no closing."""
+
+    def read_tails(self) -> npt.NDArray[Any]:
+        """Return one TAIL for each rank."""
+        tails = np.zeros(len(self.ranks), TAIL)
+        for tail, rank in zip(tails, self.ranks, strict=True):
+            reader = self._readers[rank]
+            table = reader.table
+            tail["status"], tail["num_rows"] = reader.status, len(table)
+            if len(table):
+                tail["first_kind"], tail["last_kind"] = table["kind"][0], table["kind"][-1]
+                tail["last_step"], tail["chain"] = table["step"][-1], table["chain"][-1]
+                tail["total_events"], tail["total_bytes"] = table["num_events"].sum(), table["num_bytes"].sum()
+                tail["total_unobserved"] = table["total_unobserved"][-1]
+        return tails

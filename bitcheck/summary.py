@@ -231,14 +231,7 @@ def _find_row(reader: RankView, step: int) -> int | None:
 
 
 def _rank_statuses(run: RunView) -> dict[str, int]:
-    counts: Counter[str] = Counter()
-    for rank in run.ranks:
-        counts[str(run.rank(rank).status)] += 1
-        if rank != run.ranks[0]:
-            close = getattr(run, "close_rank", None)
-            if close is not None:
-                close(rank)
-    return dict(sorted(counts.items()))
+    return dict(sorted(Counter(run.read_tails()["status"].tolist()).items()))
 
 
 def _count_phases(step: StepView) -> tuple[PhaseCount, ...]:

@@ -16,6 +16,21 @@ import numpy.typing as npt
 
 from bitcheck.events import Group, Level, Site, StepKind
 
+TAIL = np.dtype(
+    [
+        ("status", "U9"),
+        ("num_rows", "<i8"),
+        ("first_kind", "<u4"),
+        ("last_step", "<i8"),
+        ("last_kind", "<u4"),
+        ("total_events", "<u8"),
+        ("total_bytes", "<u8"),
+        ("total_unobserved", "<u8"),
+        ("chain", "u1", (16,)),
+    ]
+)
+"""What `RunView.read_tails` says of a rank, at least; all zero after `num_rows` where nothing was recorded."""
+
 
 class StepView(Protocol):
     """One recorded step of one rank: n events as columns, in the order in which they happened."""
@@ -67,7 +82,8 @@ class RankView(Protocol):
     def status(self) -> str: ...
     @property
     def table(self) -> npt.NDArray[Any]:
-        """Structured, a row a step: step, kind, root, state_root, chain, phase_roots, num_events, num_bytes."""
+        """Structured, a row a step: step, kind, root, state_root, chain, phase_roots, num_events, num_bytes,
+        total_unobserved (of all rows up to it)."""
 
     def load(self, row: int, /) -> StepView: ...
 
@@ -92,3 +108,11 @@ class RunView(Protocol):
     @property
     def ranks(self) -> Sequence[int]: ...
     def rank(self, rank: int, /) -> RankView: ...
+    def close_rank(self, rank: int, /) -> None:
+        """Close what `rank` opened, so that a run of thousands of ranks does not hold all of them open."""
+
+    def read_tails(self) -> npt.NDArray[Any]:
+        """What the ends of each rank of `ranks` say, without reading its table; the fields of TAIL.
+
+        A chain covers everything that a rank recorded: equal chains, and all of it is equal.
+        """
