@@ -371,10 +371,10 @@ class DeviceDigester:
 
     def _reserve(self, slots: int) -> tuple[_Flight, int]:
         """Return a flight and the first of `slots` slots in a row of it, waiting for room if need be."""
-        to_end = self._capacity - self._head % self._capacity
-        if slots > to_end:
+        at = self._head % self._capacity
+        if at == 0 or at + slots > self._capacity:  # a flight is one piece of memory, so it ends where the ring does
             self.flush()
-            self._head += to_end
+            self._head += -at % self._capacity
             self._filling = _Flight(self._head)
         while self._head + slots - self._tail > self._capacity or len(self._flights) >= _MAX_FLIGHTS:
             self.flush()

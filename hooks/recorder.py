@@ -24,6 +24,7 @@ from torch import nn
 
 from bitcheck.errors import BitcheckError, UsageError
 from bitcheck.events import Level, Phase, Site, StepKind
+from bitcheck.hooks.collectives import CollectiveHooks
 from bitcheck.hooks.gradients import GradientHooks
 from bitcheck.hooks.modules import ModuleHooks, named_tensors
 from bitcheck.hooks.naming import ModuleName, Registry
@@ -94,6 +95,7 @@ class Recorder:
         self.modules = ModuleHooks(self)
         self.gradients = GradientHooks(self)
         self.optimizers = OptimizerHooks(self)
+        self.collectives = CollectiveHooks(self) if self.level is not Level.STATE else None
         self.ops = OpHooks(self) if self.level is Level.OP else None
         self._start_step = start_step
         self.current = self._new_step(start_step)
@@ -113,6 +115,8 @@ class Recorder:
         self.modules.install()
         self.gradients.install()
         self.optimizers.install(search_optimizers)
+        if self.collectives is not None:
+            self.collectives.install()
         if self.ops is not None:
             self.ops.install()
         if model is not None:
@@ -136,6 +140,8 @@ class Recorder:
         self._held = None
         if self.ops is not None:
             self.ops.remove()
+        if self.collectives is not None:
+            self.collectives.remove()
         self.modules.remove()
         self.gradients.remove()
         self.optimizers.remove()
@@ -302,6 +308,8 @@ class Recorder:
             self._take_state(builder, set())
             self._submit(builder)
         self.modules.forget()
+        if self.collectives is not None:
+            self.collectives.forget()
         if self.ops is not None:
             self.ops.forget()
 

@@ -140,12 +140,12 @@ def _store_digest(out_ptr, leaf, even_H, odd_H, secret_ptr, num_blocks):
 
 
 @triton.jit
-def _load_pairs(words_ptr_SBL):
+def _load_pairs(words_ptr, offset_SBL):
     """Load words whose addresses are, two by two, multiples of 16: 16 bytes at a time.
 
     Triton does not see the alignment of an address that was an integer.
     """
-    return tl.load(tl.multiple_of(words_ptr_SBL, (16, 16, 16)))
+    return tl.load(tl.multiple_of(words_ptr + offset_SBL, (16, 16, 16)))
 
 
 @triton.jit
@@ -223,7 +223,7 @@ def _add_aligned_leaf(
 ):
     """Add a leaf of 16 KiB whose address is a multiple of 16, `NUM_BLOCKS` blocks at a time."""
     for tile in tl.static_range(_BLOCKS // NUM_BLOCKS):
-        words = _load_pairs(words_ptr + (tile * NUM_BLOCKS * 128 + _tile_offsets(NUM_BLOCKS)))
+        words = _load_pairs(words_ptr + tile * NUM_BLOCKS * 128, _tile_offsets(NUM_BLOCKS))
         word_even, word_odd = tl.split(tl.reshape(words, (16, NUM_BLOCKS, 4, 2)))
         even_H, odd_H = _add_blocks(
             even_H, odd_H, word_even, word_odd, key_even_SH, key_odd_SH, last_even_SH, last_odd_SH,
@@ -252,9 +252,12 @@ def _add_unaligned_leaf(
     skew = (offset & 7).to(tl.uint64)
     starts_odd = (offset & 8) != 0
     for tile in tl.static_range(_BLOCKS // _BLOCKS_UNALIGNED):
-        tile_ptr = words_ptr + (tile * _BLOCKS_UNALIGNED * 128 + _tile_offsets(_BLOCKS_UNALIGNED))
-        below_even, below_odd = tl.split(tl.reshape(_load_pairs(tile_ptr), (16, _BLOCKS_UNALIGNED, 4, 2)))
-        above_even, above_odd = tl.split(tl.reshape(_load_pairs(tile_ptr + 2), (16, _BLOCKS_UNALIGNED, 4, 2)))
+        tile_ptr = words_ptr + tile * _BLOCKS_UNALIGNED * 128
+        offset_SBL = _tile_offsets(_BLOCKS_UNALIGNED)
+        below = _load_pairs(tile_ptr, offset_SBL)
+        above = _load_pairs(tile_ptr + 2, offset_SBL)
+        below_even, below_odd = tl.split(tl.reshape(below, (16, _BLOCKS_UNALIGNED, 4, 2)))
+        above_even, above_odd = tl.split(tl.reshape(above, (16, _BLOCKS_UNALIGNED, 4, 2)))
         first = tl.where(starts_odd, below_odd, below_even)
         second = tl.where(starts_odd, above_even, below_odd)
         third = tl.where(starts_odd, above_odd, above_even)
