@@ -6,14 +6,16 @@ Everything goes through h5py's low-level calls: one row is read about twice as f
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import xxhash
-from h5py import h5d, h5f, h5p, h5s, h5t
+from h5py import h5d, h5f, h5fd, h5p, h5s, h5t
 
 from bitcheck.events import PHASES
+from bitcheck.store.unfinished import SUPERBLOCK_BYTES, UnfinishedFile, is_unfinished
 
 SCHEMA_PREFIX = "bitcheck.rank/"
 SCHEMA = SCHEMA_PREFIX + "1"
@@ -121,23 +123,26 @@ def create_dataset(file: h5py.File, name: str) -> None:
     file.create_dataset(name, shape=(0, *tail), maxshape=(None, *tail), chunks=(chunk, *tail), dtype=dtype)
 
 
-def open_read_only(path: bytes) -> tuple[h5f.FileID, bool]:
-    """Open a file for reading; return (file, is_live).
+def open_read_only(path: Path) -> tuple[h5f.FileID, UnfinishedFile | None]:
+    """Open a file for reading; return it and, where no writer has closed it, what to close after it.
 
-    A file that its writer closed opens plainly, and HDF5 then refuses one that was cut. One that is
-    being written, or whose writer died, opens in single-writer mode only: `is_live`. No lock is
+    A file that its writer closed opens plainly, and HDF5 then refuses one that was cut. No lock is
     taken: a reader never stands in a writer's way, nor fails where a file system has no locks.
     """
     access = h5p.create(h5p.FILE_ACCESS)
     access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_LATEST)
-    access.set_file_locking(False, True)
+    with path.open("rb", buffering=0) as file:
+        start = file.read(SUPERBLOCK_BYTES)
+    if not is_unfinished(start):
+        access.set_file_locking(False, True)
+        return h5f.open(bytes(path), h5f.ACC_RDONLY, access), None
+    unfinished = UnfinishedFile(path)
     try:
-        return h5f.open(path, h5f.ACC_RDONLY, access), False
-    except OSError as error:
-        # HDF5 has no code for "consistency flags are set", only this sentence.
-        if "h5clear" not in str(error) and "already open" not in str(error):
-            raise
-    return h5f.open(path, h5f.ACC_RDONLY | h5f.ACC_SWMR_READ, access), True
+        access.set_fileobj_driver(h5fd.fileobj_driver, unfinished)
+        return h5f.open(bytes(path), h5f.ACC_RDONLY, access), unfinished
+    except BaseException:
+        unfinished.close()
+        raise
 
 
 def read_rows(dataset: h5d.DatasetID, name: str, first: int, count: int) -> np.ndarray:

@@ -6,7 +6,9 @@ file, so that two ranks or runs whose steps have equal layout hashes line up eve
 
     key digest   XXH3-128 of the site's key, 16 bytes
     phase root   XXH3-128 of (key digest + event digest), 32 bytes an event, the events of the phase
-                 in the order of their keys: registration order does not matter
+                 in the order of their keys: registration order does not matter. What the operations
+                 of an optimizer read and wrote (phase `optim`, level op) is no state: the root of
+                 `grad` covers it, so that state roots agree whatever the level
     root         XXH3-128 of the 13 phase roots in the order of PHASES
     state root   XXH3-128 of the roots of STATE_PHASES
     chain        XXH3-128 of the previous row's chain (CHAIN_SEED for the first), the step number
@@ -62,7 +64,8 @@ class Layout:
                 inputs[input_ptr[i] : input_ptr[i + 1]], all of them before i
     phases      uint8 [n], index in PHASES
     keys        the sites' canonical text; key_digests uint8 [n, 16]
-    order       int64 [n], events by phase (an optimizer's operations by `grad`), then by key; order[phase_ptr[p] : phase_ptr[p + 1]] are phase p's
+    order       int64 [n], events by the phase whose root covers them, then by key;
+                order[phase_ptr[p] : phase_ptr[p + 1]] are phase p's
     hash        16 bytes over all of the above
 
     Raises LayoutError where an index is out of range, an input does not come before its event, a

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from h5py import h5a, h5d, h5f, h5s
@@ -30,9 +31,14 @@ from bitcheck.store.format import (
     row_check,
 )
 from bitcheck.store.layout import Layout, Meta, TensorKind, decode_notes, hash_contents
+from bitcheck.store.unfinished import UnfinishedFile
 
 _SHARED_EVENTS = 400_000
 """Layouts of up to this many events in all are kept decoded, for every reader of the process."""
+_ATTEMPTS = 3
+_ATTEMPT_SECONDS = 0.002
+"""What a writer changes in place is a few hundred bytes: done in microseconds."""
+T = TypeVar("T")
 _STRING_GAP = 4096
 """Interned strings whose numbers lie this close are read together."""
 
@@ -130,13 +136,10 @@ class RankReader:
         self._layouts: dict[int, Layout] = {}
         self._metas: dict[int, Meta] = {}
         self._file_bytes: int | None = None
+        self._file: h5f.FileID | None = None
+        self._unfinished: UnfinishedFile | None = None
         with self._reading():
-            self._file, self.is_live = open_read_only(bytes(self.path))
-            try:
-                self._open()
-            except BaseException:
-                self.close()
-                raise
+            _try_again(self._open)
 
     def __enter__(self) -> RankReader:
         return self
@@ -148,8 +151,10 @@ class RankReader:
         """Close the file; a second call does nothing."""
         # HDF5 keeps a file open for as long as one of its datasets is.
         self._datasets.clear()
-        if self._file.valid:
+        if self._file is not None and self._file.valid:
             self._file.close()
+        if self._unfinished is not None:
+            self._unfinished.close()
 
     @property
     def table(self) -> np.ndarray:
@@ -184,6 +189,15 @@ class RankReader:
             return self._load(self.table[row])
 
     def _open(self) -> None:
+        try:
+            self._file, self._unfinished = open_read_only(self.path)
+            self.is_live = self._unfinished is not None
+            self._open_parts()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_parts(self) -> None:
         header = self._read_header()
         self.rank, self.world_size = header["rank"], header["world_size"]
         self.run_id, self.level = header["run_id"], Level(header["level"])
@@ -211,7 +225,10 @@ class RankReader:
                 raise FutureRun(
                     f"{self.path} has schema {schema!r}; this bitcheck reads {SCHEMA}.\nUpdate bitcheck to read it."
                 )
-            raise NotARun(f"{self.path} has schema {schema[:40]!r}; expected {SCHEMA}, a rank's file of bitcheck.")
+            raise NotARun(
+                f"{self.path} has schema {schema[:40]!r}; expected {SCHEMA}.\n"
+                "Name the folder that `bitcheck run -o` made."
+            )
         if header.get("digest_version") != DIGEST_VERSION:
             raise FutureRun(
                 f"{self.path} holds digests of version {header.get('digest_version')!r}; this bitcheck reads "
@@ -259,7 +276,9 @@ class RankReader:
         dataset = self._open_dataset(name)
         if first < 0 or count < 0 or first + count > self._sizes[name]:
             raise IndexError(f"rows {first} to {first + count} of {name} do not exist")
-        return read_rows(dataset, name, first, count)
+        if not self.is_live:
+            return read_rows(dataset, name, first, count)
+        return _try_again(lambda: read_rows(dataset, name, first, count))
 
     def _read_table(self) -> np.ndarray:
         table = self._read("steps", 0, self._sizes["steps"])
@@ -453,7 +472,10 @@ class RankReader:
         data = self._read("strings", start, ends[-1] - start).tobytes()
         offset = start
         for number, stop in enumerate(ends, first):
-            self._strings[number] = data[offset - start : stop - start].decode("utf-8", "surrogatepass")
+            try:
+                self._strings[number] = data[offset - start : stop - start].decode("utf-8", "surrogatepass")
+            except UnicodeDecodeError:
+                raise ValueError("one of its names is not text") from None
             offset = stop
 
     @contextmanager
@@ -521,6 +543,16 @@ def _share(key: bytes, decoded: Layout | Meta, size: int) -> None:
     while len(_shared) > 1 and sum(_shared_sizes.values()) > _SHARED_EVENTS:
         oldest, _ = _shared.popitem(last=False)
         del _shared_sizes[oldest]
+
+
+def _try_again(read: Callable[[], T]) -> T:
+    """Read something that may be caught half-written, a few times."""
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return read()
+        except (OSError, RuntimeError):
+            time.sleep(_ATTEMPT_SECONDS)
+    return read()
 
 
 def _read_text(file: h5f.FileID, name: bytes) -> bytes:

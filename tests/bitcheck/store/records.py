@@ -31,7 +31,7 @@ def make_event(
 
 
 def make_step(rng: random.Random, step: int, *, num_blocks: int = 3, batch: int = 2) -> StepRecord:
-    """Return a step of a little model: a batch, blocks in a row, a gradient and a parameter of each, a learning rate."""
+    """Return a step of a little model: a batch, blocks in a row, their weights, a learning rate."""
     groups = [Group("forward", "Model", "", "Model")]
     events = [make_event(rng, Site(Phase.BATCH, "Model", "", "in.0"), shape=(batch, 4), num_bytes=16 * batch)]
     for block in range(num_blocks):

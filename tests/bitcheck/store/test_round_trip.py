@@ -98,7 +98,7 @@ def test_roots_are_the_hashes_that_the_documentation_says(tmp_path: Path) -> Non
     assert row["root"].tobytes() == h(b"".join(phase_roots))
     assert row["state_root"].tobytes() == h(b"".join(phase_roots[PHASES.index(phase)] for phase in STATE_PHASES))
     leaves = b"".join(event.leaves for event in step.events)
-    values = '["%s"]' % step.events[-1].value
+    values = f'["{step.events[-1].value}"]'
     notes = '[{"kernel \\u00e9 of a custom op":3},["a remark"]]' if step.unobserved else '[{},["a remark"]]'
     contents = h(h(leaves) + h(values.encode()) + h(notes.encode()))
     assert row["contents"].tobytes() == contents
