@@ -13,7 +13,7 @@ setup: .venv/made
 	touch $@
 
 demo: setup
-	$(BIN)/bitcheck demo
+	$(BIN)/bitcheck demo --overwrite
 
 test: setup
 	$(BIN)/python -m pytest
