@@ -89,6 +89,17 @@ def is_operation(group: Group | None) -> bool:
     return group is not None and group.kind == "op"
 
 
+def is_generator(site: Site) -> bool:
+    """Whether it is a generator's state at the start of a step, not what one operation found it in."""
+    return site.phase is Phase.RNG and site.slot == "state"
+
+
+def _is_result(site: Site, group: Group | None) -> bool:
+    """Whether an operation wrote it, rather than read it."""
+    slot = site.slot.removeprefix(group.op.partition(" in ")[0] + ".") if group is not None else site.slot
+    return slot == "out" or slot.startswith("out.") or slot.endswith(".written")
+
+
 def owner_of(path: str) -> str:
     """Return the path of the module that owns a parameter or a buffer."""
     return path.rpartition(".")[0]
@@ -145,6 +156,27 @@ class _StepGraph:
         )
 
     @cached_property
+    def _unlike_generators(self) -> set[int]:
+        """Ranks on which a generator's state at the start of the step differs."""
+        return {
+            rank
+            for rank, positions in self.parted.items()
+            if any(is_generator(self.pairs[rank].site(position)) for position in positions)
+        }
+
+    @cached_property
+    def _unlike_operations(self) -> set[int]:
+        """Ranks on which an operation of the optimizer differs, so that what it left is explained."""
+        return {
+            rank
+            for rank, positions in self.parted.items()
+            if any(
+                self.pairs[rank].site(position).phase is Phase.OPTIM and is_operation(self.pairs[rank].group(position))
+                for position in positions
+            )
+        }
+
+    @cached_property
     def _parted_contributions(self) -> set[tuple[str, str, int]]:
         """Collectives to which some rank contributed other bits."""
         found = set()
@@ -190,17 +222,29 @@ class _StepGraph:
         """Whether something that the event depends on differs."""
         pair = self.pairs[place.rank]
         site = pair.site(place.position)
-        if site.phase is not Phase.RNG and (Phase.RNG, False) in self.first[place.rank]:
+        if site.phase is not Phase.RNG and place.rank in self._unlike_generators:
             return True
         inputs = pair.inputs(place.position)
         if any(pair.standing[position] for position in inputs):
             return True
         if is_operation(pair.group(place.position)):
-            return self._observed(place, site, inputs)
+            return self._operation(place, site, inputs)
         return self._implied[site.phase](self, place, site, inputs)
 
     def _rng(self, place: Place, site: Site, inputs: list[int]) -> bool:
-        return False
+        return not is_generator(site) and self._observed(place, site, inputs)
+
+    def _operation(self, place: Place, site: Site, inputs: list[int]) -> bool:
+        """All that an operation depends on is among its edges, but for what goes on below the dispatcher.
+
+        The gradients that an operation reads after the backward pass may have come through a
+        reduction over ranks that is not dispatched.
+        """
+        if site.phase is Phase.BATCH:
+            return self._batch(place, site, inputs)
+        if site.phase is Phase.GRAD and not _is_result(site, self.pairs[place.rank].group(place.position)):
+            return self._grad(place, site, inputs)
+        return self._observed(place, site, inputs)
 
     def _observed(self, place: Place, site: Site, inputs: list[int]) -> bool:
         """Without edges: whatever came before. With edges: they have been asked."""
@@ -237,6 +281,8 @@ class _StepGraph:
         return self._before(place, set(Phase) - {Phase.SCALAR}, True)
 
     def _optimized(self, place: Place, site: Site, inputs: list[int]) -> bool:
+        if place.rank in self._unlike_operations:
+            return True
         return self._anywhere(set(Phase) - set(AFTER_GRADIENTS))
 
     def _buffer(self, place: Place, site: Site, inputs: list[int]) -> bool:
@@ -299,6 +345,8 @@ class _StepGraph:
             return ("structure",)
         if site.phase is Phase.COMM and not is_argument(site):
             return ("collective", site.root, site.path, site.occurrence)
+        if site.phase is Phase.BATCH:
+            return (Phase.BATCH, place.rank)
         key = pair.group_key(place.position)
         if key is not None and is_operation(pair.group(place.position)):
             return ("group", place.rank, *key)
@@ -311,7 +359,7 @@ class _StepGraph:
         if site.phase is Phase.BUFFER:
             has_calls = bool(self._calls[place.rank])
             return ("buffer", place.rank, site.root, owner_of(site.path)) if has_calls else ("buffer", place.rank)
-        if site.phase in (Phase.BATCH, Phase.RNG, Phase.EXTRA):
+        if site.phase in (Phase.RNG, Phase.EXTRA):
             return (site.phase, place.rank)
         return ("event", place.rank, place.position)
 

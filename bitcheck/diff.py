@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from bitcheck.align import FINISHED, Alignment, RowPairs, align_runs, pair_rows
 from bitcheck.answer import Aligned, Answer, Cause, Compared, EnvironmentDifference, Origin, RunFacts, Verdict
-from bitcheck.attribution import attribute_step, is_operation
+from bitcheck.attribution import attribute_step, is_generator, is_operation
 from bitcheck.causes import describe_snapshot_difference, describe_step_origins
 from bitcheck.events import PHASES, STATE_PHASES, Level, Phase, Site, StepKind
 from bitcheck.explain import Findings, explain, recommend
@@ -453,7 +453,7 @@ class _Comparison:
                 if site.root not in roots[lacking]:
                     self.uncalled["candidate" if lacking else "baseline"].add(site.root)
                     return True
-            if site.phase is Phase.RNG and not operation:  # an operation's generator is drawn from as it is read
+            if is_generator(site):  # what one operation drew from is in use by nature
                 return missing or not self._is_in_use(rank, site, index)
             return False
 
