@@ -20,7 +20,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("dtype", WORDS, ids=str)
-@pytest.mark.parametrize("shape", [(1, 8, 8), (1, 70, 33), (3, 16, 40), (2, 65, 9)])
+@pytest.mark.parametrize("shape", [(1, 8, 8), (1, 70, 33), (3, 16, 48), (2, 65, 9), (2, 96, 80)])
 def test_a_transposed_tensor_is_copied_to_row_major_order(
     dtype: torch.dtype, shape: tuple[int, int, int], device: str
 ) -> None:
@@ -29,7 +29,8 @@ def test_a_transposed_tensor_is_copied_to_row_major_order(
     out = torch.zeros(batches, rows, columns, dtype=dtype, device=device)
     grid = (-(-rows // 32) * -(-columns // 32), batches)
     launch = transpose_kernel[grid]
-    options = {"WORD": WORDS[dtype], "BLOCK_R": 32, "BLOCK_C": 32}
+    is_aligned = rows % 16 == columns % 16 == stored.data_ptr() % 16 == out.data_ptr() % 16 == 0
+    options = {"WORD": WORDS[dtype], "BLOCK_R": 32, "BLOCK_C": 32, "IS_ALIGNED": is_aligned}
     launch(stored.data_ptr(), rows, columns, rows * columns, rows, out.data_ptr(), **options)
     assert torch.equal(out, stored.transpose(1, 2))
 
@@ -38,7 +39,7 @@ def test_rows_and_columns_may_lie_apart_in_memory(device: str) -> None:
     stored = torch.arange(2 * 40 * 48, dtype=torch.int32, device=device).view(2, 40, 48)
     view = stored[:, 3:23, :17].transpose(1, 2)
     out = torch.zeros(view.shape, dtype=torch.int32, device=device)
-    options = {"WORD": tl.uint32, "BLOCK_R": 32, "BLOCK_C": 32}
+    options = {"WORD": tl.uint32, "BLOCK_R": 32, "BLOCK_C": 32, "IS_ALIGNED": False}
     launch = transpose_kernel[(1, 2)]
     launch(view.data_ptr(), 17, 20, view.stride(0), view.stride(2), out.data_ptr(), **options)
     assert torch.equal(out, view)
