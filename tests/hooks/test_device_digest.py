@@ -319,7 +319,8 @@ def test_tensors_of_any_strides_and_others_share_a_batch(host: OnHost) -> None:
     assert [ticket.resolve() for ticket in tickets] == [expected_digest(tensor) for tensor in tensors]
 
 
-def test_small_tensors_of_any_strides_share_one_launch(host: OnHost) -> None:
+def test_small_tensors_of_any_strides_share_one_launch() -> None:
+    host = OnHost(ring_leaves=1024)
     tensors = [random_bytes(3 * 50 * (1 + seed), seed).view(-1, 3).t()[:, 1:] for seed in range(20)]
     tickets = host.digester.submit_many([*tensors, random_bytes(100)])
     assert host.kernels.num_launches == 1
