@@ -18,7 +18,7 @@ from bitcheck.gate import GateResult, GateVerdict, Plan, judge, runs_for, write_
 from bitcheck.run import open_run
 from bitcheck.settings import Options
 from bitcheck.trials import Trial
-from tests.bitcheck.made_up_runs import Behaviour, MadeUpPrograms, write_run
+from tests.bitcheck.made_up_programs import Behaviour, MadeUpPrograms, write_run
 
 PROGRAM = ("python", "train.py")
 GOOD = Behaviour()
