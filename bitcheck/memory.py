@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bitcheck.digest import xxh3_128
-from bitcheck.events import PHASES, STATE_PHASES, Group, Level, Site, StepKind, StepRecord
+from bitcheck.events import PHASES, STATE_PHASES, Event, Group, Level, Phase, Site, StepKind, StepRecord
 from bitcheck.views import TAIL
 
 TABLE = np.dtype(
@@ -66,6 +66,13 @@ class MemoryStep:
         return self.record.events[index].value
 
 
+def _root_phase(record: StepRecord, event: Event) -> Phase:
+    """The phase whose root covers an event: an optimizer's operations bear `optim` and are no state."""
+    phase = event.site.phase
+    is_operation = event.group >= 0 and record.groups[event.group].kind == "op"
+    return Phase.GRAD if is_operation and phase in STATE_PHASES else phase
+
+
 class MemoryRank:
     """One rank's StepRecords."""
 
@@ -80,7 +87,7 @@ class MemoryRank:
         table = np.zeros(len(self.records), TABLE)
         chain, unobserved = b"", 0
         for row, record in zip(table, self.records, strict=True):
-            keyed = sorted((event.site.key, event.digest, event.site.phase) for event in record.events)
+            keyed = sorted((event.site.key, event.digest, _root_phase(record, event)) for event in record.events)
             roots = [
                 xxh3_128(b"".join(xxh3_128(key.encode()) + digest for key, digest, owner in keyed if owner == phase))
                 for phase in PHASES

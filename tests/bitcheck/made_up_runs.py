@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from bitcheck.digest import xxh3_128
-from bitcheck.events import Event, Group, Level, Phase, Site, StepKind, StepRecord
+from bitcheck.events import STATE_PHASES, Event, Group, Level, Phase, Site, StepKind, StepRecord
 from bitcheck.memory import MemoryRun
 
 NUM_BLOCKS = 3
@@ -56,10 +57,9 @@ class Plan:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def make_run(plan: Plan | None = None, **changes: object) -> MemoryRun:
-    """Return the run of a plan, or of a Plan made of `changes`."""
-    chosen = plan if plan is not None else Plan(**changes)  # type: ignore[arg-type]
-    return _Program(chosen).run()
+def make_run(**plan: Any) -> MemoryRun:
+    """Return the run of `Plan(**plan)`."""
+    return _Program(Plan(**plan)).run()
 
 
 class _Rank:
@@ -125,7 +125,8 @@ class _Program:
         value: str | None = None,
     ) -> tuple[bytes, int]:
         """Add an event; return its digest and its index, -1 where it is not recorded."""
-        digest = digest_of(site.key, sources)
+        # A snapshot records the state as it is; everything else is computed here.
+        digest = sources[0] if site.phase in STATE_PHASES else digest_of(site.key, sources)
         text = site.text(with_root=site.root != ROOT)
         if (rank.rank, step, text) in faults:
             digest = digest_of(digest, "fault")
@@ -165,7 +166,8 @@ class _Program:
         data = digest_of("data", self.plan.data_seed, step, rank.rank)
         batch, at = self.emit(rank, step, faults, Site(Phase.BATCH, ROOT, "", "in.0"), data)
         outer = self.group(rank, "forward", "", ROOT)
-        value, flow = batch, (at,)
+        value = batch
+        flow: tuple[int, ...] = (at,)
         groups, outs, values = [], [], []
         for block in range(NUM_BLOCKS):
             path = f"blocks.{block}"
@@ -181,24 +183,21 @@ class _Program:
         site = Site(Phase.FORWARD, ROOT, "", "out")
         value, at = self.emit(rank, step, faults, site, *values, inputs=tuple(outs), group=outer)
         loss, at = self.emit(rank, step, faults, Site(Phase.LOSS, "", "loss", "value"), value, inputs=(at,))
-        self.buffer = loss
         gradient, flow = loss, (at,)
         for block in reversed(range(NUM_BLOCKS)):
             path = f"blocks.{block}"
             group = self.group(rank, "backward", path, "AddmmBackward0")
-            entered = (*flow, outs[block])
+            sources = (*flow, outs[block])
             site = Site(Phase.BACKWARD, ROOT, f"{path}.weight", "grad")
-            own, at = self.emit(rank, step, faults, site, gradient, values[block], inputs=entered, group=group)
+            own, at = self.emit(rank, step, faults, site, gradient, values[block], inputs=sources, group=group)
             rank.gradients[f"{path}.weight"] = own
             site = Site(Phase.BACKWARD, ROOT, path, "grad_in.0")
-            gradient, at = self.emit(rank, step, faults, site, gradient, inputs=entered, group=group)
+            gradient, at = self.emit(rank, step, faults, site, gradient, inputs=sources, group=group)
             flow = (at,)
         rank.buffer = digest_of(rank.buffer, values[0])
 
     def optimize(self, rank: _Rank, step: int, faults: Collection[Fault], reduced: Mapping[str, bytes]) -> None:
-        locals_ = tuple(
-            index for index, event in enumerate(rank.record.events) if event.site.slot == "grad"
-        )  # fmt: skip
+        locals_ = tuple(index for index, event in enumerate(rank.record.events) if event.site.slot == "grad")
         gradients = {}
         for name in reversed(PARAMETERS):
             site = Site(Phase.GRAD, ROOT, name, "grad")
