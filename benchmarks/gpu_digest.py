@@ -103,7 +103,7 @@ def bench_variants(report: Report, room: torch.Tensor, out: torch.Tensor) -> Non
     report.table("KiB a load", "warps", "registers", *map(size_name, sizes))
     secret = torch.tensor(SECRET_WORDS, device="cuda")
     expected = digest_leaves(room[: 8 * MIB].cpu().numpy())
-    for blocks, warps in ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (4, 2), (16, 2), (16, 4)):
+    for blocks, warps in ((1, 1), (4, 1), (8, 1), (16, 1), (16, 2), (16, 4)):
         cells = []
         for size in sizes:
 
@@ -141,7 +141,7 @@ def bench_latency(report: Report, kernels: LeafKernels, room: torch.Tensor, out:
 def bench_addresses(report: Report, kernels: LeafKernels, room: torch.Tensor, out: torch.Tensor) -> None:
     report.say("\n## Addresses, 1 GiB")
     report.table("address modulo 16", "digest, TB/s")
-    for offset in (0, 8, 4, 2, 1):
+    for offset in (0, 8, 4, 12, 2, 1):
         data = room[offset : offset + GIB]
         report.row(offset, f"{GIB / median_ms(hash_direct(kernels, data, out)) / 1e9:.3f}")
 
@@ -152,9 +152,14 @@ def model_shapes() -> list[tuple[int, ...]]:
     return [(32_000, 2048), *(shape for _ in range(16) for shape in layer), (2048,), (32_000, 2048)]
 
 
-def bench_model(report: Report, digester: DeviceDigester) -> None:
-    report.say("\n## The state of a 936 M-parameter GPT in bf16, through the digester")
-    report.table("tensors", "number", "GB", "device, ms", "TB/s", "host submit, ms", "submit to digests, ms")
+def bench_model(report: Report, digester: DeviceDigester, kernels: LeafKernels, out: torch.Tensor) -> None:
+    report.say("\n## The state of a 936 M-parameter GPT in bf16")
+    report.say()
+    report.say(
+        "Kernel: the launch alone, its table ready. Submit: the host's time for `submit_many`, device idle before;"
+    )
+    report.say("to digests: until the last ticket is resolved, by the same thread.")
+    report.table("tensors", "number", "GB", "kernel, ms", "TB/s", "submit, ms", "to digests, ms")
     parameters = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in model_shapes()]
     state = [*parameters, *(torch.randn_like(tensor) for _ in range(3) for tensor in parameters)]
     small = [torch.randn(256 * (1 + index % 32), device="cuda") for index in range(300)]
@@ -164,7 +169,13 @@ def bench_model(report: Report, digester: DeviceDigester) -> None:
         ("300 tensors of 1 to 32 KiB", small),
     ):
         size = sum(tensor.nbytes for tensor in tensors)
-        device_ms = median_ms(partial(digester.submit_many, tensors))
+        counts = [num_leaves(tensor.nbytes) for tensor in tensors]
+        firsts = [sum(counts[:index]) for index in range(len(counts))]
+        rows = [[tensor.data_ptr() for tensor in tensors], [tensor.nbytes for tensor in tensors], firsts]
+        table = torch.tensor(rows, device="cuda")
+        stream = torch.cuda.current_stream().cuda_stream
+        launch = partial(kernels.hash_table, table.data_ptr(), len(tensors), sum(counts), out.data_ptr(), stream)
+        kernel_ms = median_ms(launch)
         hosts, wholes = [], []
         for _ in range(20):
             torch.cuda.synchronize()
@@ -178,8 +189,8 @@ def bench_model(report: Report, digester: DeviceDigester) -> None:
             name,
             len(tensors),
             f"{size / 1e9:.3f}",
-            f"{device_ms:.3f}",
-            f"{size / device_ms / 1e9:.3f}",
+            f"{kernel_ms:.3f}",
+            f"{size / kernel_ms / 1e9:.3f}",
             f"{statistics.median(hosts) * 1e3:.3f}",
             f"{statistics.median(wholes) * 1e3:.3f}",
         )
@@ -287,7 +298,7 @@ def main() -> None:
     digester = open_digester(torch.device("cuda", 0))
     assert isinstance(digester, DeviceDigester)
     report.say(f"\nThe digester reserves {(torch.cuda.memory_reserved() - before) / MIB:.0f} MiB of device memory.")
-    bench_model(report, digester)
+    bench_model(report, digester, kernels, out)
     bench_strides(report, digester)
     bench_host(report, digester, out)
     if arguments.output is not None:

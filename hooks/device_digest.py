@@ -89,10 +89,13 @@ def open_digester(device: torch.device) -> Digester:
     """Return what digests tensors of `device`: its own kernels where it has them, else the CPU.
 
     That the CPU has to do it is logged, once for each device, for it is slower: the tensors' bytes
-    cross to the host and the training thread waits for them.
+    cross to the host and the training thread waits for them. Raises DigestError while a CUDA graph is
+    being captured: nothing can be allocated then.
     """
     if device.type != "cuda":
         return HostDigester()
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise DigestError(_CAPTURING)
     try:
         return _open_device_digester(device)
     except ImportError:
@@ -283,8 +286,9 @@ class DeviceDigester:
     def _submit(self, tensors: Sequence[torch.Tensor]) -> list[DeviceTicket]:
         tickets = []
         pieces = _Pieces()
+        owners, addresses, sizes = pieces.tickets, pieces.addresses, pieces.sizes
         strided: list[tuple[DeviceTicket, torch.Tensor]] = []
-        for tensor in tensors:  # some microseconds a tensor, in the training thread: hence so plain
+        for tensor in tensors:  # in the training thread, some microseconds a tensor: hence so plain
             num_bytes = tensor.nbytes
             ticket = DeviceTicket(self, tensor.dtype, tensor.shape, num_bytes)
             tickets.append(ticket)
@@ -292,7 +296,9 @@ class DeviceDigester:
                 continue
             address = address_of(tensor, num_bytes)
             if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-                pieces.add(ticket, address, num_bytes)
+                owners.append(ticket)
+                addresses.append(address)
+                sizes.append(num_bytes)
             else:
                 strided.append((ticket, tensor))
         if not (pieces.tickets or strided):
