@@ -2,7 +2,8 @@
 
     sorted   positions are sorted by token, stably, so those of one token are in ascending order. Each
              run of a token is cut into pieces of PIECE positions; a program sums a piece in order, and
-             one program a token sums its pieces in order. A frequent token is as parallel as a rare one
+             one program a token sums its pieces in order. A frequent token is as parallel as a rare one;
+             a token of one piece is summed at once
     atomic   the program of position t adds dy[t] to dE[token(t)] when it gets there
 
 Sums are float32. Every row of the table is written; tokens that do not occur get zeros.
@@ -20,7 +21,7 @@ EmbeddingForm = Literal["sorted", "atomic"]
 PIECE = 64
 UNROLL = 8
 """Rows that are loaded at once; they are still added one after the other."""
-BLOCK = 512
+BLOCK = 1024
 
 
 @triton.jit
@@ -55,13 +56,21 @@ def _piece_kernel(
 
 
 @triton.jit
-def _token_kernel(pieces_ptr, first_piece_ptr, out_ptr, num_cols, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
+def _token_kernel(
+    dy_ptr, order_ptr, starts_ptr, pieces_ptr, first_piece_ptr, out_ptr, num_cols, stride_dr,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < num_cols
-    begin = tl.load(first_piece_ptr + token)
-    end = tl.load(first_piece_ptr + token + 1)
-    total = _sum_run(pieces_ptr, first_piece_ptr, begin, end, num_cols, cols, mask, False, UNROLL)
+    start = tl.load(starts_ptr + token)
+    stop = tl.load(starts_ptr + token + 1)
+    if stop - start <= PIECE:
+        total = _sum_run(dy_ptr, order_ptr, start, stop, stride_dr, cols, mask, True, UNROLL)
+    else:
+        begin = tl.load(first_piece_ptr + token)
+        end = tl.load(first_piece_ptr + token + 1)
+        total = _sum_run(pieces_ptr, order_ptr, begin, end, num_cols, cols, mask, False, UNROLL)
     tl.store(out_ptr + token.to(tl.int64) * num_cols + cols, total, mask=mask)
 
 
@@ -95,19 +104,23 @@ def embedding_backward(dy: torch.Tensor, tokens: torch.Tensor, num_tokens: int, 
     starts = torch.searchsorted(sorted_tokens, torch.arange(num_tokens + 1, device=dy.device))
     counts = starts.diff()
     first_piece = torch.zeros(num_tokens + 1, dtype=torch.int64, device=dy.device)
-    torch.cumsum((counts + PIECE - 1) // PIECE, 0, out=first_piece[1:])
+    torch.cumsum(torch.where(counts > PIECE, (counts + PIECE - 1) // PIECE, 0), 0, out=first_piece[1:])
     # Room for as many pieces as there can be, so that nothing waits for the count; unused ones are empty.
-    num_pieces = num_rows // PIECE + min(num_tokens, num_rows)
+    num_pieces = 2 * (num_rows // PIECE)
     piece = torch.arange(num_pieces, device=dy.device)
     token = (torch.searchsorted(first_piece, piece, right=True) - 1).clamp(max=num_tokens - 1)
     begin = (starts[token] + (piece - first_piece[token]) * PIECE).clamp(max=num_rows)
     end = torch.minimum(begin + PIECE, starts[token + 1])
     pieces = torch.empty(num_pieces, num_cols, dtype=torch.float32, device=dy.device)
-    _piece_kernel[(grid_cols, num_pieces)](
-        dy, order, begin, end, pieces, num_cols, dy.stride(0), BLOCK=BLOCK, UNROLL=UNROLL, num_warps=4
-    )
+    if num_pieces:
+        _piece_kernel[(grid_cols, num_pieces)](
+            dy, order, begin, end, pieces, num_cols, dy.stride(0), BLOCK=BLOCK, UNROLL=UNROLL, num_warps=4
+        )
     out = torch.empty(num_tokens, num_cols, dtype=torch.float32, device=dy.device)
-    _token_kernel[(num_tokens, grid_cols)](pieces, first_piece, out, num_cols, BLOCK=BLOCK, UNROLL=UNROLL, num_warps=4)
+    _token_kernel[(num_tokens, grid_cols)](
+        dy, order, starts, pieces, first_piece, out, num_cols, dy.stride(0),
+        BLOCK=BLOCK, UNROLL=UNROLL, PIECE=PIECE, num_warps=4,
+    )  # fmt: skip
     return out
 
 

@@ -36,6 +36,8 @@ ROWS_TILE = 32
 """Rows of a program of quantise_rows."""
 COLUMNS_TILE = 64
 """Channels of a program of quantise_columns."""
+COLUMNS_WARPS = 4
+WEIGHT_WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,8 @@ def quantise_columns(
             None if schedule is None else schedule.tile_begin, None if schedule is None else schedule.tile_end,
             num_rows, num_cols, source.stride(0), x.scales.stride(1) if isinstance(x, Quantised) else 0,
             values.stride(0), BLOCK_R=BLOCK, BLOCK_C=COLUMNS_TILE, SCALED=isinstance(x, Quantised),
-            GROUPED=schedule is not None, POWER_OF_TWO=power_of_two, BY_BITS=_by_bits(source, by_bits), num_warps=4,
+            GROUPED=schedule is not None, POWER_OF_TWO=power_of_two, BY_BITS=_by_bits(source, by_bits),
+            num_warps=COLUMNS_WARPS,
         )  # fmt: skip
     return Quantised(values, scales.T, 1)
 
@@ -193,7 +196,7 @@ def quantise_weight(
     scales = torch.empty(*lead, row_blocks, col_blocks, dtype=torch.float32, device=weight.device)
     _weight_kernel[(col_blocks, row_blocks, lead[0] if lead else 1)](
         weight, values, values_t, scales, num_rows, num_cols, col_blocks,
-        BLOCK=BLOCK, POWER_OF_TWO=power_of_two, BY_BITS=_by_bits(weight, by_bits), num_warps=8,
+        BLOCK=BLOCK, POWER_OF_TWO=power_of_two, BY_BITS=_by_bits(weight, by_bits), num_warps=WEIGHT_WARPS,
     )  # fmt: skip
     return Quantised(values, scales, BLOCK), Quantised(values_t, scales.transpose(-1, -2), BLOCK)
 

@@ -31,10 +31,11 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize("shape", [(2, 48, 3, 20, 24), (1, 32, 9, 80, 16)])
+@pytest.mark.parametrize("shape", [(2, 32, 2, 20, 24), (1, 32, 3, 80, 16)])
 def test_the_chunked_scan_and_its_gradients_match_the_recurrence_in_float64(
-    device: str, shape: tuple[int, int, int, int, int]
+    device: str, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int, int, int]
 ) -> None:
+    monkeypatch.setattr(ssm_backward, "HEADS", 2)  # the last part has one head
     operands = make_operands(device, *shape)
     exact = Operands(*(operand.double().requires_grad_() for operand in operands))
     y = reference_scan(exact)
