@@ -35,8 +35,8 @@ from bitcheck.store.unfinished import UnfinishedFile
 
 _SHARED_EVENTS = 400_000
 """Layouts of up to this many events in all are kept decoded, for every reader of the process."""
-_ATTEMPTS = 3
-_ATTEMPT_SECONDS = 0.002
+_ATTEMPTS = 20
+_ATTEMPT_SECONDS = 0.001
 """What a writer changes in place is a few hundred bytes: done in microseconds."""
 T = TypeVar("T")
 _STRING_GAP = 4096
@@ -139,7 +139,7 @@ class RankReader:
         self._file: h5f.FileID | None = None
         self._unfinished: UnfinishedFile | None = None
         with self._reading():
-            _try_again(self._open)
+            self._open()
 
     def __enter__(self) -> RankReader:
         return self
@@ -254,12 +254,22 @@ class RankReader:
             self._file_bytes = self.path.stat().st_size
         return self._file_bytes
 
+    def _try_again(self, read: Callable[[], T]) -> T:
+        """Read something that a living writer may be changing just now: again, where it does not hold."""
+        if self.is_live and not is_gone(self.writer):
+            for _ in range(_ATTEMPTS - 1):
+                try:
+                    return read()
+                except (OSError, RuntimeError):
+                    time.sleep(_ATTEMPT_SECONDS)
+        return read()
+
     def _open_dataset(self, name: str) -> h5d.DatasetID:
         dataset = self._datasets.get(name)
         if dataset is not None:
             return dataset
         dtype, tail, _ = DATASETS[name]
-        dataset = h5d.open(self._file, name.encode())
+        dataset = self._try_again(lambda: h5d.open(self._file, name.encode()))
         shape = dataset.shape
         if len(shape) != 1 + len(tail) or shape[1:] != tail or not dataset.get_type().equal(NATIVE[name]):
             raise ValueError(f"its dataset {name} is not of type {dtype}")
@@ -276,9 +286,7 @@ class RankReader:
         dataset = self._open_dataset(name)
         if first < 0 or count < 0 or first + count > self._sizes[name]:
             raise IndexError(f"rows {first} to {first + count} of {name} do not exist")
-        if not self.is_live:
-            return read_rows(dataset, name, first, count)
-        return _try_again(lambda: read_rows(dataset, name, first, count))
+        return self._try_again(lambda: read_rows(dataset, name, first, count))
 
     def _read_table(self) -> np.ndarray:
         table = self._read("steps", 0, self._sizes["steps"])
@@ -543,16 +551,6 @@ def _share(key: bytes, decoded: Layout | Meta, size: int) -> None:
     while len(_shared) > 1 and sum(_shared_sizes.values()) > _SHARED_EVENTS:
         oldest, _ = _shared.popitem(last=False)
         del _shared_sizes[oldest]
-
-
-def _try_again(read: Callable[[], T]) -> T:
-    """Read something that may be caught half-written, a few times."""
-    for _ in range(_ATTEMPTS - 1):
-        try:
-            return read()
-        except (OSError, RuntimeError):
-            time.sleep(_ATTEMPT_SECONDS)
-    return read()
 
 
 def _read_text(file: h5f.FileID, name: bytes) -> bytes:

@@ -4,8 +4,8 @@ HDF5's own way is single-writer mode for readers. It was tried and is not used: 
 does not hold, HDF5 then believes that the writer is about to complete it, and waits for it in up to a
 hundred steps, each twice as long as the one before; a file that was cut hangs its reader for good.
 
-Here HDF5 reads through a Python file that shows the superblock as a closed file has it, and the end of
-the file where it is now. A single-writer file is whole on the disk at any moment, in the order in which
+Here HDF5 reads through a Python file that shows the superblock as a closed file has it, and zeros after
+the end, which moves while the file is read. A single-writer file is whole on the disk at any moment, in the order in which
 its parts refer to each other; what is caught half-written is read again, by us, a few times.
 
     superblock, version 3, 48 bytes
@@ -25,6 +25,8 @@ SUPERBLOCK_BYTES = 48
 _FLAGS = 11
 _END = slice(28, 36)
 _WORD = 0xFFFFFFFF
+_ANY_SIZE = 1 << 60
+"""What HDF5 is told that the file's size is."""
 
 
 def is_unfinished(superblock: bytes) -> bool:
@@ -42,10 +44,9 @@ class UnfinishedFile:
             superblock = os.pread(self._descriptor, SUPERBLOCK_BYTES, 0)
             if lookup3(superblock[:-4]) != struct.unpack("<I", superblock[-4:])[0]:
                 raise OSError("its first 48 bytes were changed")
-            self._size = os.fstat(self._descriptor).st_size
             shown = bytearray(superblock[:-4])
             shown[_FLAGS] = 0
-            shown[_END] = struct.pack("<Q", self._size)
+            shown[_END] = struct.pack("<Q", _ANY_SIZE)
             self._superblock = bytes(shown) + struct.pack("<I", lookup3(bytes(shown)))
         except BaseException:
             os.close(self._descriptor)
@@ -59,7 +60,7 @@ class UnfinishedFile:
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Set the position, from the start or the end."""
-        self._position = offset + (self._size if whence == os.SEEK_END else 0)
+        self._position = offset + (_ANY_SIZE if whence == os.SEEK_END else 0)
         return self._position
 
     def tell(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import h5py
 import pytest
 
 from bitcheck.errors import RecordingError
@@ -195,8 +196,21 @@ writer.close("complete")
 def test_a_reader_left_open_in_the_writing_process_is_said_to_be_in_the_way(tmp_path: Path) -> None:
     writer = open_writer(tmp_path / "r.h5")
     writer.append(make_step(random.Random(0), 0))
-    with RankReader(tmp_path / "r.h5"), pytest.raises(RecordingError, match="still has it open for reading"):
+    in_the_way = pytest.raises(RecordingError, match="still has it open for reading")
+    with h5py.File(tmp_path / "r.h5", "r", swmr=True, locking=False), in_the_way:
         writer.close("complete")
+
+
+def test_a_reader_of_ours_in_the_writing_process_is_not_in_the_way(tmp_path: Path) -> None:
+    writer = open_writer(tmp_path / "r.h5")
+    step = make_step(random.Random(0), 0)
+    writer.append(step)
+    with RankReader(tmp_path / "r.h5") as reader:
+        writer.append(make_step(random.Random(0), 1))
+        writer.close("complete")
+        assert reader.load(0).to_record() == step
+    with RankReader(tmp_path / "r.h5") as reader:
+        assert (reader.status, reader.num_rows) == ("complete", 2)
 
 
 def test_closing_twice_does_nothing(tmp_path: Path) -> None:
