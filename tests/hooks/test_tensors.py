@@ -429,8 +429,19 @@ def test_reading_bumps_no_version_and_makes_no_graph() -> None:
     assert (leaf._version, result._version) == versions
     assert result.grad_fn is graph
     result.sum().backward()
-    sparse = torch.eye(3).to_sparse().requires_grad_()
-    assert [part.requires_grad for _, part in tensor_parts(sparse)] == [False, False]
+
+
+@pytest.mark.usefixtures("allow_prototypes")
+def test_the_parts_of_a_tensor_that_needs_gradients_have_no_graph() -> None:
+    composite = [
+        torch.eye(3).to_sparse(),
+        torch.eye(3).to_sparse_csr(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    ]
+    for tensor in composite:
+        parts = tensor_parts(tensor.requires_grad_())
+        assert [part.grad_fn for _, part in parts] == [None] * len(parts)
 
 
 def test_tensors_are_read_in_and_from_inference_mode() -> None:
@@ -493,6 +504,7 @@ DISTINCT = [
     *(0.0, -0.0, 1.0, float("inf"), math.nextafter(1.0, 2.0), 1j, complex(-0.0, 1)),
     *("", "1", "None", b"", b"1", torch.float32, torch.bfloat16, torch.device("cpu"), Colour.RED, Colour.BLUE),
     *((), [], {}, (1,), [1], (1, 1), ((1,), 1), (1, (1,)), [None], [[]], [()], ("a", "bc"), ("ab", "c")),
+    *(("apython.strb", "c"), ("a", "bpython.strc")),
     *({"a": 1}, {"a": 1.0}, {"b": 1}, {1}, frozenset({1})),
     *(np.float64(1.0), np.float32(1.0), np.array([1.0]), np.array([[1.0]])),
 ]
