@@ -17,209 +17,31 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from fnmatch import fnmatchcase
 from glob import glob
 from pathlib import Path
-from typing import Any
 
-from bitcheck.answer import Answer, EnvironmentDifference, Verdict
+from bitcheck.answer import EnvironmentDifference, Verdict
 from bitcheck.control import Control, run_control
 from bitcheck.coverage import Demand, find_gaps, find_uncompared, step_range
 from bitcheck.diff import diff_runs
-from bitcheck.errors import EXIT_DIFFERENT, EXIT_IDENTICAL, EXIT_TROUBLE, RunError, UsageError
+from bitcheck.errors import RunError, UsageError
 from bitcheck.follow import Compare, Follower
-from bitcheck.launch import Ending, find_program
+from bitcheck.gate_answer import Comparison, GateResult, GateVerdict, Plan, RunReport
+from bitcheck.launch import Ending
 from bitcheck.run import Run, open_run
 from bitcheck.settings import Options
-from bitcheck.statistics import pairs_needed, rate_bound
-from bitcheck.trials import Runner, Trial, describe_failure, run_trial
-from bitcheck.vary import Variation, VariedRun, plan_variation
+from bitcheck.statistics import pairs_needed
+from bitcheck.trials import Runner, Trial, command_line, describe_failure, run_trial
+from bitcheck.vary import VariedRun, plan_variation
 
-SCHEMA = "bitcheck.gate/1"
-
-
-class GateVerdict(StrEnum):
-    """What the gate says."""
-
-    PASS = "pass"
-    FAIL = "fail"
-    INCOMPARABLE = "incomparable"
-    """The golden run is of another environment."""
-    INSUFFICIENT = "insufficient"
-    """Nothing differed, and too little was compared to say so."""
-    PROGRAM_FAILED = "program-failed"
-    BROKEN = "broken"
-    """The positive control was not seen: the gate itself cannot be trusted."""
-
-
-EXIT_STATUS = {GateVerdict.PASS: EXIT_IDENTICAL, GateVerdict.FAIL: EXIT_DIFFERENT}
-"""Every other verdict exits 2."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to run, and what to ask of it."""
-
-    command: tuple[str, ...]
-    folder: Path
-    """Where runs, logs and the answer go; empty or not there."""
-    runs: int = 2
-    level: str | None = None
-    """None: that of the golden run, else `module`."""
-    steps: int | None = None
-    """Steps to compare; None: all that run 1 takes."""
-    ranks: int | None = None
-    stop_early: bool = False
-    """Stop each program as soon as its steps are recorded."""
-    resume_command: str | None = None
-    checkpoint: str | None = None
-    """Glob of what run 1 writes."""
-    resume_step: int | None = None
-    golden: Path | None = None
-    may_differ: tuple[str, ...] = ()
-    """Patterns of environment keys that may differ from the golden run's."""
-    vary: tuple[str, ...] = ()
-    confidence: float = 0.95
-    allow_unobserved: tuple[str, ...] = ()
-    is_strict: bool = False
-
-    def check(self) -> None:
-        """Raise UsageError for what makes no sense, ProgramNotFound where there is no such program."""
-        if self.runs < 1 or (self.runs < 2 and self.golden is None and self.resume_command is None):
-            raise UsageError(f"--runs {self.runs}: one run is compared with nothing; expected 2 or more, or --golden")
-        if self.steps is None and self.stop_early:
-            raise UsageError("--stop-early stops a program after its --steps; give their number")
-        if self.resume_command is None and (self.resume_step is not None or self.checkpoint is not None):
-            raise UsageError("--resume-step and --checkpoint speak of --resume-cmd, which is not given")
-        if self.resume_command is not None and "{checkpoint}" in self.resume_command and self.checkpoint is None:
-            raise UsageError(
-                "--resume-cmd names {checkpoint}; give the pattern that finds it: --checkpoint '{out}/*.pt'"
-            )
-        find_program(self.command)
-
-
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """One run of the gate."""
-
-    name: str
-    role: str
-    """`first`, `fresh`, `resumed`, `golden` or `varied`."""
-    path: str
-    command: tuple[str, ...] = ()
-    steps: tuple[int, int] | None = None
-    """First and last whole step that every rank has."""
-    ranks: int = 0
-    exit_status: int | None = None
-    was_stopped: bool = False
-    seconds: float = 0.0
-    log: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the run as JSON data."""
-        content = {name: getattr(self, name) for name in self.__slots__}
-        content["command"] = list(self.command)
-        content["steps"] = None if self.steps is None else list(self.steps)
-        return content
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One run held against another."""
-
-    baseline: str
-    candidate: str
-    role: str
-    answer: Answer
-    gaps: tuple[str, ...] = ()
-    """Why `identical` would prove less than was asked."""
-
-    @property
-    def is_identical(self) -> bool:
-        """Whether all that was asked for is equal."""
-        return self.answer.verdict is Verdict.IDENTICAL and not self.gaps
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the comparison as JSON data; `answer` has the schema bitcheck.diff/1."""
-        return {
-            "baseline": self.baseline,
-            "candidate": self.candidate,
-            "role": self.role,
-            "identical": self.is_identical,
-            "gaps": list(self.gaps),
-            "answer": self.answer.to_json(),
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class GateResult:
-    """The answer of a gate."""
-
-    verdict: GateVerdict
-    explanation: str
-    remedy: str
-    plan: Plan
-    runs: tuple[RunReport, ...]
-    comparisons: tuple[Comparison, ...]
-    control: Control | None
-    variations: tuple[VariedRun, ...] = ()
-    problems: tuple[str, ...] = ()
-    environment: tuple[EnvironmentDifference, ...] = ()
-    """What the golden run's environment and this one do not share."""
-
-    @property
-    def exit_status(self) -> int:
-        """Return the exit status of the command."""
-        return EXIT_STATUS.get(self.verdict, EXIT_TROUBLE)
-
-    @property
-    def failing(self) -> Comparison | None:
-        """The comparison that failed the gate."""
-        diverged = [each for each in self.comparisons if each.answer.verdict is Verdict.DIVERGED]
-        return diverged[-1] if diverged else None
-
-    @property
-    def num_identical_pairs(self) -> int:
-        """Fresh runs that were identical to the first."""
-        return sum(each.is_identical for each in self.comparisons if each.role == "fresh")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the answer as JSON data, schema `bitcheck.gate/1`."""
-        plan, pairs = self.plan, self.num_identical_pairs
-        return {
-            "schema": SCHEMA,
-            "verdict": str(self.verdict),
-            "explanation": self.explanation,
-            "remedy": self.remedy,
-            "problems": list(self.problems),
-            "command": list(plan.command),
-            "asked": {
-                "runs": plan.runs,
-                "steps": plan.steps,
-                "ranks": plan.ranks,
-                "level": plan.level,
-                "resume_cmd": plan.resume_command,
-                "golden": None if plan.golden is None else str(plan.golden),
-                "vary": list(plan.vary),
-            },
-            "runs": [run.to_json() for run in self.runs],
-            "comparisons": [each.to_json() for each in self.comparisons],
-            "control": None if self.control is None else self.control.to_json(),
-            "chance": {
-                "identical_pairs": pairs,
-                "confidence": plan.confidence,
-                "rate_bound": rate_bound(pairs, plan.confidence),
-            },
-            "variations": [each.to_json() for each in self.variations],
-            "environment": [
-                {"key": entry.key, "golden": entry.baseline, "here": entry.candidate} for entry in self.environment
-            ],
-        }
+_OWN_NAMES = frozenset({"runs", "logs", "out", "gate.json", "gate.txt", "junit.xml", "summary.md"})
+"""What a gate leaves in its folder."""
 
 
 def judge(
@@ -411,9 +233,9 @@ class _Gate:
         trial = self._trial(f"{name} varied", f"vary-{name}", self.plan.command)
         trial = replace(trial, variables=variation.variables)
         follower = self._run(trial, "varied", self._follower(trial))
-        with open_run(trial.folder) as run:
+        with open_run(trial.folder, allow_missing_ranks=follower.answer is not None) as run:
             answer = follower.answer or self.compare(self.first, run, until=self.wanted[-1])
-            effect = variation.effect(self.first.environment, run.environment, run.info.get("notes") or ())
+            effect = variation.effect(self.first.environment, run.environment, run.info.get("varied") or ())
             gaps: list[str] = []
             if answer.verdict is Verdict.IDENTICAL:
                 gaps = find_uncompared(self.first, run, answer, ("run 1", trial.name), self.wanted)
@@ -484,7 +306,7 @@ class _Gate:
 
     def _run(self, trial: Trial, role: str, follower: Follower) -> Follower:
         """Run a program and see that its recording holds what is asked for, unless it differs already."""
-        self.tell(f"{trial.name}: {shlex.join(trial.command)}")
+        self.tell(f"{trial.name}: {command_line(trial.command)}")
         began = time.monotonic()
         ending = self.runner(trial, follower)
         seconds = time.monotonic() - began
@@ -584,4 +406,19 @@ def write_answer(result: GateResult) -> Path:
     return path
 
 
-__all__ = ["Comparison", "GateResult", "GateVerdict", "Plan", "RunReport", "Variation", "judge", "runs_for"]
+def clear_folder(folder: Path) -> None:
+    """Make the gate's folder, emptied of an earlier gate. Raises UsageError where it holds anything else."""
+    if folder.is_dir():
+        foreign = sorted(path.name for path in folder.iterdir() if path.name not in _OWN_NAMES)
+        if foreign:
+            raise UsageError(
+                f"{folder} holds {foreign[0]}, which is not a gate's; expected a new folder or that of an earlier "
+                "gate.\nChoose another --output."
+            )
+        shutil.rmtree(folder)
+    elif folder.exists():
+        raise UsageError(f"{folder} is a file; expected a folder for runs and the answer. Choose another --output.")
+    folder.mkdir(parents=True)
+
+
+__all__ = ["GateResult", "GateVerdict", "Plan", "clear_folder", "judge", "runs_for", "write_answer"]

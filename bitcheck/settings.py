@@ -18,6 +18,8 @@ from bitcheck.errors import UsageError
 
 VARIABLE = "BITCHECK_ATTACH"
 """The environment variable."""
+WORKERS_VARIABLE = "BITCHECK_ADD_WORKER"
+"""Where it is set, every DataLoader of a recorded program gets one worker more (`gate --vary workers`)."""
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 

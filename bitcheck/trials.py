@@ -9,7 +9,8 @@ Place in the flow: launch -> *trials* -> follow, gate, bisect, commits.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -83,6 +84,11 @@ def check_ending(trial: Trial, ending: Ending) -> None:
     """Raise ProgramFailed unless the program ended well, or was stopped because enough was seen."""
     if ending.exit_status and not ending.was_stopped:
         raise ProgramFailed(describe_failure(trial, ending))
+
+
+def command_line(command: Sequence[str]) -> str:
+    """Return a command as it is typed, on one line."""
+    return shlex.join(command).replace("\n", "\\n")
 
 
 def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:

@@ -20,11 +20,8 @@ from typing import Any
 
 from bitcheck.answer import Answer, Verdict
 from bitcheck.errors import UsageError
+from bitcheck.settings import WORKERS_VARIABLE
 
-WORKERS_VARIABLE = "BITCHECK_DATALOADER_WORKERS"
-"""Read by `bitcheck.hooks.loaders` in the recorded program: the number of workers of every DataLoader."""
-VARIED_NOTE = "data-loading processes: "
-"""How the note begins that the recorded program leaves where WORKERS_VARIABLE took effect."""
 _PERTURB = "glibc.malloc.perturb=165"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -35,15 +32,19 @@ class Variation:
 
     name: str
     change: str
-    """`2 threads -> 1`."""
+    """`2 -> 1`."""
     variables: Mapping[str, str | None]
     find_no_effect: Callable[[Mapping[str, str], Mapping[str, str], Sequence[str]], str | None]
 
     def effect(
-        self, baseline: Mapping[str, str], candidate: Mapping[str, str], notes: Sequence[str] = ()
+        self, baseline: Mapping[str, str], candidate: Mapping[str, str], varied: Sequence[str] = ()
     ) -> str | None:
-        """Return why the change had no effect, None where it had one, from the environments of both runs."""
-        return self.find_no_effect(baseline, candidate, notes)
+        """Return why the change had no effect, None where it had one.
+
+        From the environments of both runs and from what the program said of changes to itself (`varied`
+        in run.json).
+        """
+        return self.find_no_effect(baseline, candidate, varied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +92,12 @@ def _vary_threads(environment: Mapping[str, str]) -> Variation:
     now = environment.get(key, "")
     other = "1" if now.isdigit() and int(now) > 1 else "2"
 
-    def find_no_effect(ours: Mapping[str, str], theirs: Mapping[str, str], notes: Sequence[str]) -> str | None:
+    def find_no_effect(ours: Mapping[str, str], theirs: Mapping[str, str], varied: Sequence[str]) -> str | None:
         if ours.get(key) != theirs.get(key):
             return None
         return f"the program sets its number of threads itself ({theirs.get(key)})"
 
-    change = f"{now or 'unknown'} threads -> {other}"
+    change = f"{now or 'unknown'} -> {other}"
     return Variation("threads", change, dict.fromkeys(_THREAD_VARIABLES, other), find_no_effect)
 
 
@@ -105,17 +106,17 @@ def _vary_hash_seed(environment: Mapping[str, str]) -> Variation:
     now = environment.get(key, "random")
     other = "1" if now != "1" else "2"
 
-    def find_no_effect(ours: Mapping[str, str], theirs: Mapping[str, str], notes: Sequence[str]) -> str | None:
+    def find_no_effect(ours: Mapping[str, str], theirs: Mapping[str, str], varied: Sequence[str]) -> str | None:
         return None if theirs.get(key) == other else "the program did not get the variable"
 
     return Variation("hashseed", f"PYTHONHASHSEED {now} -> {other}", {"PYTHONHASHSEED": other}, find_no_effect)
 
 
 def _vary_workers(environment: Mapping[str, str]) -> Variation:
-    def find_no_effect(ours: Mapping[str, str], theirs: Mapping[str, str], notes: Sequence[str]) -> str | None:
-        return None if any(note.startswith(VARIED_NOTE) for note in notes) else "the program makes no DataLoader"
+    def find_no_effect(ours: Mapping[str, str], theirs: Mapping[str, str], varied: Sequence[str]) -> str | None:
+        return None if varied else "the program makes no DataLoader"
 
-    return Variation("workers", "1 data-loading process more", {WORKERS_VARIABLE: "+1"}, find_no_effect)
+    return Variation("workers", "1 data-loading process more", {WORKERS_VARIABLE: "1"}, find_no_effect)
 
 
 def _vary_allocator(environment: Mapping[str, str]) -> Variation:
@@ -123,7 +124,7 @@ def _vary_allocator(environment: Mapping[str, str]) -> Variation:
     tunables = [part for part in tunables if not part.startswith("glibc.malloc.perturb=")]
     variables = {"GLIBC_TUNABLES": ":".join([*tunables, _PERTURB]), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
-    def find_no_effect(ours: Mapping[str, str], theirs: Mapping[str, str], notes: Sequence[str]) -> str | None:
+    def find_no_effect(ours: Mapping[str, str], theirs: Mapping[str, str], varied: Sequence[str]) -> str | None:
         on_gpu = "torch.gpus" in theirs
         return None if on_gpu or theirs.get("os.libc", "").startswith("glibc") else "this C library fills no memory"
 

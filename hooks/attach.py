@@ -16,6 +16,7 @@ Processes leave word for the launcher in small files, a line a word:
     {"what": "failed", "reason": "..."}                  the recording could not begin or go on
     {"what": "stepped"}                                  an optimizer stepped
     {"what": "ended", "taken": 800, "kept": 80}
+    {"what": "varied", "change": "data-loading processes: 0 -> 1"}
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from bitcheck.errors import BitcheckError, RecordingError
 from bitcheck.events import Level, StepRecord
 from bitcheck.hooks.writer import Store
 from bitcheck.ranks import Placement, launched_as
-from bitcheck.settings import Options, Settings, parse_steps, read_settings
+from bitcheck.settings import WORKERS_VARIABLE, Options, Settings, parse_steps, read_settings
 
 
 def attach(content: Mapping[str, Any]) -> None:
@@ -48,6 +49,10 @@ def attach(content: Mapping[str, Any]) -> None:
     leave_word(settings, "attached")
     if settings.options is not None:
         Attachment(settings, settings.options).begin()
+    if os.environ.get(WORKERS_VARIABLE):
+        from bitcheck.hooks.loaders import add_worker
+
+        add_worker(settings)
     if settings.final is not None:
         from bitcheck.hooks.final import watch_final_state
 

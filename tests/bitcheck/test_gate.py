@@ -385,7 +385,7 @@ def test_a_change_that_breaks_the_bits_is_named(tmp_path: Path) -> None:
     result = gate(tmp_path, GOOD, GOOD, replace(GOOD, environment=changed, parts_at=0), vary=("threads",))
     assert (result.verdict, result.exit_status) == (GateVerdict.FAIL, 1)
     assert [(each.name, each.outcome, each.change) for each in result.variations] == [
-        ("threads", "breaks", "2 threads -> 1")
+        ("threads", "breaks", "2 -> 1")
     ]
 
 
