@@ -1,0 +1,287 @@
+"""Plan a fault, record, diff: the answer names that fault; beside each the twin that has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import bitcheck
+from bitcheck.answer import Answer
+from bitcheck.diff import diff_runs
+from bitcheck.errors import RecordingError, UsageError
+from bitcheck.events import Phase, StepKind
+from bitcheck.run import open_run
+
+STEPS, FAULT_STEP = 5, 2
+
+
+class FaultPlan:
+    """Flips the lowest bit of one element, at one place, in one step."""
+
+    def __init__(self, place: str = "") -> None:
+        self.place = place
+        self.step = 0
+
+    def strikes(self, place: str) -> bool:
+        return self.place == place and self.step == FAULT_STEP
+
+    def flip(self, place: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Touch a tensor's memory where no hook and no version counter sees it."""
+        if self.strikes(place):
+            tensor.detach().numpy().reshape(-1).view("uint32")[5] ^= 1
+        return tensor
+
+
+class FlipGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, plan: FaultPlan, place: str) -> torch.Tensor:
+        ctx.plan, ctx.place = plan, place
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.plan.flip(ctx.place, gradient.clone()), None, None
+
+
+class Mix(nn.Module):
+    """A linear layer with a fault of every kind on offer."""
+
+    def __init__(self, plan: FaultPlan, width: int) -> None:
+        super().__init__()
+        self.plan = plan
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.register_buffer("seen", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = FlipGradient.apply(x, self.plan, "mix backward input")
+        weight = FlipGradient.apply(self.weight, self.plan, "mix backward weight")
+        self.seen += self.plan.flip("mix buffer", x.detach().mean(0).contiguous())
+        return self.plan.flip("mix forward", x @ weight)
+
+
+class Block(nn.Module):
+    def __init__(self, plan: FaultPlan, width: int) -> None:
+        super().__init__()
+        self.plan = plan
+        self.norm, self.mix, self.act = nn.LayerNorm(width), Mix(plan, width), nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.mix(self.norm(x))
+        hidden = self.plan.flip("block code", hidden * 2)
+        hidden = FlipGradient.apply(hidden, self.plan, "block backward code")
+        return x + self.act(hidden)
+
+
+class Net(nn.Module):
+    def __init__(self, plan: FaultPlan, width: int = 16) -> None:
+        super().__init__()
+        self.plan = plan
+        self.inp, self.head = nn.Linear(8, width), nn.Linear(width, 4)
+        self.blocks = nn.ModuleList(Block(plan, width) for _ in range(2))
+        self.probe = nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        x = self.blocks[0](x)
+        x = checkpoint(self.block, x, use_reentrant=False)
+        if self.plan.strikes("one call more"):
+            self.probe(x.detach())
+        return self.head(x)
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1].act(self.blocks[1].norm(x))
+
+
+def train(folder: Path, place: str, level: str, **options: Any) -> None:
+    plan = FaultPlan(place)
+    torch.manual_seed(0)
+    model = Net(plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with bitcheck.record(folder, model, optimizer, level=level, **options) as rec:
+        rec.track("ema", average)
+        for plan.step in range(STEPS):
+            if plan.strikes("random state"):
+                torch.rand(1)
+            x = plan.flip("batch", torch.randn(6, 8))
+            if plan.strikes("learning rate"):
+                optimizer.param_groups[0]["lr"] = 0.0100000001
+            loss = plan.flip_scalar(F.dropout(model(x), 0.1).square().mean())
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            plan.flip("gradient", model.head.weight.grad)
+            optimizer.step()
+            plan.flip("parameter", model.head.weight)
+            plan.flip("moment", optimizer.state[model.head.weight]["exp_avg"])
+            optimizer.zero_grad(set_to_none=not plan.strikes("zero gradient"))
+            for name, p in model.named_parameters():
+                average[name].lerp_(p.detach(), 0.1)
+            plan.flip("average", average["head.weight"])
+            rec.step()
+
+
+def _flip_scalar(plan: FaultPlan, loss: torch.Tensor) -> torch.Tensor:
+    if plan.strikes("loss"):
+        loss.detach().numpy().reshape(1).view("uint32")[0] ^= 1
+    return loss
+
+
+FaultPlan.flip_scalar = _flip_scalar  # type: ignore[attr-defined]
+
+
+def compare(tmp_path: Path, place: str, level: str) -> Answer:
+    train(tmp_path / "a", "", level)
+    train(tmp_path / "b", place, level)
+    with open_run(tmp_path / "a") as baseline, open_run(tmp_path / "b") as candidate:
+        return diff_runs(baseline, candidate)
+
+
+STATE = {
+    "batch": ("data", "batch/Net:in.0"),
+    "random state": ("rng", "rng/torch.cpu:state"),
+    "mix forward": ("compute", None),  # the loss, a mean, comes out the same
+    "loss": ("forward", "loss/loss:value"),
+    "mix backward weight": ("compute", None),
+    "gradient": ("compute", "grad/head.weight:grad"),
+    "learning rate": ("hyperparameter", "scalar/AdamW.0:lr"),
+    "parameter": ("optimizer", "param/head.weight:value"),
+    "moment": ("optimizer", "optim/head.weight:exp_avg"),
+    "average": ("compute", "extra/ema:value.head.weight"),
+}
+MODULE = {
+    "batch": ("data", "batch/Net:in.0", "Net"),
+    "random state": ("rng", "rng/torch.cpu:state", None),
+    "mix forward": ("forward", "forward/blocks.0.mix:out", "blocks.0.mix"),
+    "mix buffer": ("forward", "buffer/blocks.0.mix.seen:value", "blocks.0.mix"),
+    "block code": ("forward", "forward/blocks.0:out", "blocks.0"),
+    "loss": ("forward", "loss/loss:value", None),
+    "mix backward input": ("backward", "backward/blocks.0.mix:grad_in.0", "blocks.0.mix"),
+    "mix backward weight": ("backward", "backward/blocks.0.mix.weight:grad", "blocks.0.mix"),
+    "block backward code": ("backward", "backward/blocks.0:grad.mix.out", "blocks.0"),
+    "gradient": ("compute", "grad/head.weight:grad", "head"),
+    "learning rate": ("hyperparameter", "scalar/AdamW.0:lr", None),
+    "parameter": ("optimizer", "param/head.weight:value", "head"),
+    "moment": ("optimizer", "optim/head.weight:exp_avg", "head"),
+    "average": ("compute", "extra/ema:value.head.weight", None),
+    "one call more": ("structure", "forward/probe:out", "probe"),
+}
+
+
+@pytest.mark.parametrize("place", STATE)
+def test_level_state_names_the_cause_and_the_first_tensor(place: str, tmp_path: Path) -> None:
+    answer = compare(tmp_path, place, "state")
+    cause, site = STATE[place]
+    assert (answer.verdict, str(answer.cause)) == ("diverged", cause), answer.explanation
+    assert answer.first is not None
+    assert answer.first.step == FAULT_STEP
+    assert site is None or answer.first.site == site
+
+
+@pytest.mark.parametrize("place", MODULE)
+def test_level_module_names_the_one_computation_at_fault(place: str, tmp_path: Path) -> None:
+    answer = compare(tmp_path, place, "module")
+    cause, site, module = MODULE[place]
+    assert (answer.verdict, str(answer.cause)) == ("diverged", cause), answer.explanation
+    assert answer.first is not None
+    assert (answer.first.step, answer.first.site, answer.first.module) == (FAULT_STEP, site, module)
+    assert len(answer.origins) == 1, [origin.site for origin in answer.origins]
+
+
+@pytest.mark.parametrize("level", ["state", "module", "op"])
+def test_the_twin_without_a_fault_is_identical(level: str, tmp_path: Path) -> None:
+    answer = compare(tmp_path, "", level)
+    assert answer.verdict == "identical", answer.explanation
+    assert (answer.compared.steps, answer.compared.ranks) == (STEPS, 1)
+
+
+def test_a_flipped_element_is_located_within_its_leaf(tmp_path: Path) -> None:
+    answer = compare(tmp_path, "gradient", "state")
+    assert answer.first is not None
+    assert answer.first.elements == (0, 63)
+
+
+def test_steps_and_every_limit_what_is_kept(tmp_path: Path) -> None:
+    train(tmp_path / "a", "", "module", steps="1:4", every=2)
+    with open_run(tmp_path / "a") as run:
+        table = run.rank(0).table
+        kept = table["step"][table["kind"] == int(StepKind.STEP)].tolist()
+        initial = table["step"][table["kind"] == int(StepKind.INITIAL)].tolist()
+    assert (initial, kept) == ([1], [2])
+
+
+def test_a_resumed_run_is_numbered_from_its_start_step(tmp_path: Path) -> None:
+    train(tmp_path / "a", "", "state", start_step=7)
+    with open_run(tmp_path / "a") as run:
+        assert run.rank(0).table["step"].tolist()[:3] == [6, 7, 8]
+
+
+def test_an_exception_marks_the_run_failed_and_keeps_what_was_recorded(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ZeroDivisionError), bitcheck.record(tmp_path / "a", level="state"):
+        for _ in range(3):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        model(torch.ones(1, 3))
+        _ = 1 / 0
+    with open_run(tmp_path / "a") as run:
+        assert run.status == "failed"
+        assert (run.rank(0).table["kind"] == int(StepKind.STEP)).sum() == 3
+
+
+def test_a_second_recorder_and_a_folder_in_use_are_refused(tmp_path: Path) -> None:
+    with bitcheck.record(tmp_path / "a"):
+        with pytest.raises(UsageError, match="being recorded already"), bitcheck.record(tmp_path / "b"):
+            pass
+        nn.Linear(2, 2)(torch.ones(1, 2))
+    with pytest.raises(RecordingError):
+        bitcheck.record(tmp_path / "a")
+
+
+def test_a_removed_folder_stops_the_recording_but_not_the_training(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "a"
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with bitcheck.record(folder, level="state"):
+        for step in range(6):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            if step == 2:
+                folder.rename(tmp_path / "elsewhere")
+    told = capfd.readouterr().err
+    assert told.count("recording has stopped") == 1, told
+    with open_run(tmp_path / "elsewhere") as run:
+        assert (run.rank(0).table["kind"] == int(StepKind.STEP)).sum() >= 1  # the others may have waited for the disk
+
+
+def test_a_strict_recording_that_fails_makes_the_program_fail(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RecordingError), bitcheck.record(folder, level="state", strict=True):
+        for step in range(50):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            if step == 2:
+                folder.rename(tmp_path / "elsewhere")
+
+
+def test_gradients_are_blamed_on_consumers_and_views_changed_in_place_are_still_seen(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with bitcheck.record(tmp_path / "a", model, optimizer):
+        model(torch.randn(2, 3, 4)).sum().backward()
+        optimizer.step()
+    with open_run(tmp_path / "a") as run:
+        step = run.rank(0).load(1)
+    gradients = {site.text(False) for site in step.sites if site.phase is Phase.BACKWARD}
+    assert {"backward/1:grad_in.0", "backward/2:grad_in.0", "backward/0.weight:grad"} <= gradients
+    assert not any(name.startswith("backward/0:grad") for name in gradients), "blamed on the producer"
