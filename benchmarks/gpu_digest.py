@@ -247,6 +247,7 @@ def bench_host(report: Report, digester: DeviceDigester, out: torch.Tensor) -> N
         ("launch of the compiled kernel", 1, lambda: kernels.hash_one(address, 4000, out.data_ptr(), stream)),
         ("submit_many, 1 tensor", 1, lambda: digester.submit_many(tensors[:1])),
         ("submit_many, 1 transposed tensor", 1, lambda: digester.submit_many([transposed])),
+        ("submit_many, 4 tensors", 4, lambda: digester.submit_many(tensors[:4])),
         ("submit_many, 10 tensors", 10, lambda: digester.submit_many(tensors[:10])),
         ("submit_many, 300 tensors", 300, lambda: digester.submit_many(tensors)),
     )
@@ -284,7 +285,7 @@ def main() -> None:
     )
     report.say(f"- torch {torch.__version__}, triton {triton.__version__}, Python {sys.version.split()[0]}")
     report.say(f"- {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC")
-    report.say(f"- `python {' '.join(sys.argv)}`")
+    report.say(f"- `python benchmarks/gpu_digest.py{' --variants' if arguments.variants else ''}`")
     room = random_buffer(4 * GIB + 64)
     out = torch.zeros(num_leaves(4 * GIB) + 1, 16, dtype=torch.uint8, device="cuda")
     kernels = LeafKernels(torch.device("cuda", 0))

@@ -48,6 +48,8 @@ _NUMBERS = 4096
 """Flights are numbered modulo this, far more than can be under way."""
 _STALL_S = 5.0
 """After this long without a landing the device is asked whether it has failed."""
+FEW_TENSORS = 4
+"""Up to so many tensors cost the host less with a launch each than with a table."""
 MAX_TABLE_TENSORS = 16384
 """Tensors that one launch takes; the kernel could take 65536."""
 
@@ -272,7 +274,7 @@ class DeviceDigester:
     def submit_many(self, tensors: Sequence[torch.Tensor]) -> Sequence[Ticket]:
         """Capture the bits of strided tensors as they are at this moment on the current stream.
 
-        One launch for all that are contiguous. Waits only where the ring is full. Raises DigestError,
+        One launch for many. Waits only where the ring is full. Raises DigestError,
         and captures none, where `check` would.
         """
         with _NO_FUNCTION(), self._lock:
@@ -334,20 +336,27 @@ class DeviceDigester:
         self._launch_once(batch, stream)
 
     def _launch_once(self, pieces: _Pieces, stream: int) -> None:
+        """Hash pieces that fit: a few with a launch each, more with one launch and a table."""
         if not pieces.sizes:
             return
-        if len(pieces.sizes) == 1:
-            num_bytes = pieces.sizes[0]
-            leaves = num_leaves(num_bytes)
-            flight, slot = self._reserve(leaves)
-            out_address = self._ring_address + slot % self._capacity * DIGEST_BYTES
-            self._kernels.hash_one(pieces.addresses[0], num_bytes, out_address, stream)
-            pieces.tickets[0].parts += ((flight, slot - flight.start, leaves),)
+        if len(pieces.sizes) <= FEW_TENSORS:
+            self._launch_few(pieces, stream)
         else:
             self._launch_table(pieces, stream)
         # At once, not when all is submitted: the next launch may find the ring full and send this flight off.
         self._queue.mark(stream)
         self._used.add(stream)
+
+    def _launch_few(self, pieces: _Pieces, stream: int) -> None:
+        counts = [num_leaves(num_bytes) for num_bytes in pieces.sizes]
+        flight, slot = self._reserve(sum(counts))
+        for ticket, address, num_bytes, count in zip(
+            pieces.tickets, pieces.addresses, pieces.sizes, counts, strict=True
+        ):
+            out_address = self._ring_address + slot % self._capacity * DIGEST_BYTES
+            self._kernels.hash_one(address, num_bytes, out_address, stream)
+            ticket.parts += ((flight, slot - flight.start, count),)
+            slot += count
 
     def _launch_table(self, pieces: _Pieces, stream: int) -> None:
         """Launch for many pieces; their table lies before their leaves in the ring, in pinned memory first."""

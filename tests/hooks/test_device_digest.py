@@ -194,6 +194,7 @@ def random_bytes(size: int, seed: int = 0) -> torch.Tensor:
 
 def test_tensors_of_all_kinds_in_one_launch_have_the_digests_of_the_cpu(host: OnHost) -> None:
     tensors = [
+        torch.arange(10, dtype=torch.int16),
         random_bytes(LEAF_BYTES + 5),
         torch.empty(0, 3),
         torch.tensor(1.5),
@@ -202,6 +203,14 @@ def test_tensors_of_all_kinds_in_one_launch_have_the_digests_of_the_cpu(host: On
     ]
     tickets = host.digester.submit_many(tensors)
     assert host.kernels.num_launches == 1
+    assert [ticket.resolve() for ticket in tickets] == [expected_digest(tensor) for tensor in tensors]
+
+
+def test_a_few_tensors_share_a_flight(host: OnHost) -> None:
+    tensors = [random_bytes(LEAF_BYTES * seed + 1, seed) for seed in range(3)]
+    tickets = host.digester.submit_many(tensors)
+    host.digester.flush()
+    assert host.queue.num_sent == 1
     assert [ticket.resolve() for ticket in tickets] == [expected_digest(tensor) for tensor in tensors]
 
 
@@ -581,6 +590,56 @@ def test_cuda_nothing_that_the_program_sees_has_changed(cuda: Digester) -> None:
     assert [tensor._version for tensor in tensors] == versions
     assert all(tensor.grad_fn is None for tensor in tensors[:1])
     assert [ticket.resolve() for ticket in tickets] == [expected_digest(tensor) for tensor in tensors]
+
+
+@pytest.mark.gpu
+def test_cuda_another_triton_is_launched_the_public_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bitcheck.hooks.kernels import launch
+
+    def of_another_triton(kernel: object) -> object:
+        raise AttributeError("no such thing inside")
+
+    monkeypatch.setattr(launch, "launcher", of_another_triton)
+    digester = open_digester(torch.device("cuda", 0))
+    assert isinstance(digester, DeviceDigester)
+    tensors = [*(random_bytes(1000 + seed, seed).cuda() for seed in range(9)), torch.randn(64, 32, device="cuda").t()]
+    tickets = [*digester.submit_many(tensors), *digester.submit_many(tensors[9:])]
+    assert [ticket.resolve() for ticket in tickets] == [expected_digest(t) for t in [*tensors, tensors[9]]]
+
+
+@pytest.mark.gpu
+def test_cuda_a_kernel_that_miscomputes_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from bitcheck.hooks.kernels import launch
+
+    words = list(launch.SECRET_WORDS)
+    words[24] ^= 1  # the last stripe's key
+    monkeypatch.setattr(launch, "SECRET_WORDS", words)
+    with caplog.at_level(logging.WARNING, "bitcheck"):
+        digester = open_digester(torch.device("cuda", 0))
+    assert isinstance(digester, HostDigester)
+    assert "gives other leaf digests on this device than xxhash on the CPU" in caplog.text
+    tensor = torch.randn(30, 4, device="cuda").t()
+    assert digester.submit_many([tensor])[0].resolve() == expected_digest(tensor)
+
+
+@pytest.mark.gpu
+def test_cuda_a_device_that_is_not_the_current_one_has_its_own_digester() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    first, second = (open_digester(torch.device("cuda", index)) for index in range(2))
+    assert isinstance(second, DeviceDigester)
+    host = random_bytes(3_000_000)
+    tensor = host.to("cuda:1")
+    strided = tensor.view(3000, 1000).t()
+    tickets = [*second.submit_many([tensor, strided]), *first.submit_many([host.to("cuda:0")])]
+    with torch.cuda.device(1):
+        torch.cuda.current_stream().synchronize()
+        tickets += second.submit_many([tensor])
+    assert torch.cuda.current_device() == 0
+    expected = [expected_digest(host), expected_digest(strided), expected_digest(host), expected_digest(host)]
+    assert [ticket.resolve() for ticket in tickets] == expected
 
 
 @pytest.mark.gpu
