@@ -35,6 +35,8 @@ class OptimizerHooks:
         self._original_scale: Callable[..., Any] | None = None
         self.depth = 0
         """Over 0 while an optimizer's `step` runs."""
+        self.found_gradients: set[tuple[str, str]] = set()
+        """(root, path) of every parameter that an optimizer found a gradient of."""
         self.running: tuple[StepBuilder, str] | None = None
         """The step and the label of the optimizer that is stepping now."""
 
@@ -149,6 +151,7 @@ class OptimizerHooks:
             for parameter in group["params"]:
                 name = recorder.parameter_name(parameter)
                 if parameter.grad is not None and name is not None:
+                    self.found_gradients.add(name)
                     gradients.append((recorder.rank_in_forward(parameter), name, parameter.grad))
         gradients.sort(key=lambda entry: -entry[0])
         sites = []

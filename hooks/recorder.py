@@ -386,17 +386,12 @@ class Recorder:
         return found
 
     def _note_uncalled(self, builder: StepBuilder) -> None:
-        """Say which modules with parameters of their own were never seen to run."""
-        called = self.modules.called
-        missed = [
-            path or root
-            for root, path, module in self.registry.modules()
-            if (root, path) not in called and any(parameter is not None for parameter in module._parameters.values())
-        ]
+        """Say which modules were trained though their own call was never seen."""
+        trained = {(root, path.rpartition(".")[0]) for root, path in self.optimizers.found_gradients}
+        missed = [path or root for root, path in sorted(trained - self.modules.called)]
         if missed:
             named = ", ".join(missed[:4]) + (f" and {len(missed) - 4} more" if len(missed) > 4 else "")
-            builder.miss(f"modules whose own call was not seen (compiled, used as functions, or unused): {named}",
-                         len(missed))  # fmt: skip
+            builder.miss(f"modules whose own call was not seen (compiled, or used as functions): {named}", len(missed))
 
 
 class _Held:
