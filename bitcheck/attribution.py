@@ -79,6 +79,11 @@ def is_local_gradient(site: Site) -> bool:
     return site.phase is Phase.BACKWARD and site.slot in LOCAL_GRADIENT_SLOTS
 
 
+def has_local_gradients(pair: StepPair) -> bool:
+    """Whether both runs recorded gradients as they leave autograd; level `state` does not."""
+    return all(any(map(is_local_gradient, step.sites)) for step in (pair.baseline, pair.candidate))
+
+
 def is_argument(site: Site) -> bool:
     """Whether it is an argument of a call, or a contribution to a collective."""
     return site.slot == "in" or site.slot.startswith("in.")
@@ -140,12 +145,7 @@ class _StepGraph:
 
     @cached_property
     def _has_local_gradients(self) -> bool:
-        return any(
-            is_local_gradient(site)
-            for pair in self.pairs.values()
-            for step in (pair.baseline, pair.candidate)
-            for site in step.sites
-        )
+        return any(map(has_local_gradients, self.pairs.values()))
 
     @cached_property
     def _local_gradient_parted(self) -> bool:

@@ -23,7 +23,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from bitcheck.answer import Cause, Origin
-from bitcheck.attribution import CALLS, Blame, is_argument, is_local_gradient, is_operation, owner_of
+from bitcheck.attribution import (
+    CALLS,
+    Blame,
+    has_local_gradients,
+    is_argument,
+    is_local_gradient,
+    is_operation,
+    owner_of,
+)
 from bitcheck.digest import differing_elements
 from bitcheck.events import STATE_PHASES, Group, Phase, Site
 from bitcheck.naming import Naming
@@ -123,8 +131,7 @@ def _cause_of(blame: Blame, pair: StepPair, world_size: int) -> Cause:
     if site.phase is Phase.GRAD and is_operation(pair.group(blame.shown.position)):
         return Cause.BACKWARD  # clipping and the like, between backward and the optimizer
     if site.phase is Phase.GRAD:
-        has_local_gradients = any(is_local_gradient(other) for other in pair.baseline.sites)
-        return Cause.COLLECTIVE if has_local_gradients and world_size > 1 else Cause.COMPUTE
+        return Cause.COLLECTIVE if has_local_gradients(pair) and world_size > 1 else Cause.COMPUTE
     return _CAUSE_OF_PHASE[site.phase]
 
 

@@ -507,8 +507,9 @@ class _Comparison:
         index = self._index(rank, key)
         rows = self.pairs[rank].rows
         if int(rows.kinds[index]) == int(StepKind.INITIAL):
-            cause = Cause.RESTORE if step >= 0 else Cause.INITIAL_STATE
             findings.resumed = self._resumed(rank, index)
+            is_fresh = not findings.resumed and max(step, step - self.alignment.offset) < 0
+            cause = Cause.INITIAL_STATE if is_fresh else Cause.RESTORE
             return describe_snapshot_difference(pairs, step, cause, self.naming), 0
         attribution = attribute_step(pairs)
         gap = self._gap(rank, key)

@@ -72,6 +72,8 @@ class Findings:
         self.inherited_structure = first.inherited_structure
         pair = pairs[first.shown.rank]
         for position in range(len(pair)):
+            if not pair.standing[position] and min(pair.baseline_index[position], pair.candidate_index[position]) < 0:
+                continue  # recorded in one run alone, and no divergence
             phase = pair.site(position).phase
             total, parted = self.phases.get(phase, (0, 0))
             self.phases[phase] = total + 1, parted + bool(pair.standing[position])
