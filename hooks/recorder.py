@@ -386,12 +386,16 @@ class Recorder:
         return found
 
     def _note_uncalled(self, builder: StepBuilder) -> None:
-        """Say which modules were trained though their own call was never seen."""
-        trained = {(root, path.rpartition(".")[0]) for root, path in self.optimizers.found_gradients}
+        """Say which modules were trained though their own call was never seen: nothing of them is lost by it."""
+        roots = {label for label, _ in self.registry.roots}
+        trained = {(root, path.rpartition(".")[0]) for root, path in self.optimizers.found_gradients if root in roots}
         missed = [path or root for root, path in sorted(trained - self.modules.called)]
         if missed:
             named = ", ".join(missed[:4]) + (f" and {len(missed) - 4} more" if len(missed) > 4 else "")
-            builder.miss(f"modules whose own call was not seen (compiled, or used as functions): {named}", len(missed))
+            builder.record.remarks += (
+                f"{len(missed)} modules were trained without a call of their own (compiled, or used as functions): "
+                f"{named}; what they compute is blamed on the module around them",
+            )
 
 
 class _Held:
