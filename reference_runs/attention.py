@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from bitcheck.reference_runs.arrival import sum_parts
 
-BLOCK_U = 32
+BLOCK_U = 16
 """Keys in a block; pinned, because another size gives other bits."""
 
 
@@ -65,13 +65,13 @@ class _Attention(torch.autograd.Function):
         o_BHSV, lse_BHS = attend(q_BHSC.float(), k_BHUC.float(), v_BHUV.float())
         ctx.save_for_backward(q_BHSC, k_BHUC, v_BHUV, lse_BHS)
         ctx.is_fixed = is_fixed
-        return o_BHSV.to(q_BHSC.dtype)
+        return o_BHSV.to(v_BHUV.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, lse = ctx.saved_tensors
         grads = attend_backward(gradients[0].float(), q.float(), k.float(), v.float(), lse, ctx.is_fixed)
-        return *(grad.to(q.dtype) for grad in grads), None
+        return *(grad.to(operand.dtype) for grad, operand in zip(grads, (q, k, v), strict=True)), None
 
 
 class AttentionCore(nn.Module):
@@ -82,6 +82,6 @@ class AttentionCore(nn.Module):
         self.is_fixed = is_fixed
 
     def forward(self, q_BHSC: Tensor, k_BHUC: Tensor, v_BHUV: Tensor) -> Tensor:
-        """Return o [B, H, S, V] in the operands' dtype, bfloat16 or float32, computed in float32."""
+        """Return o [B, H, S, V] in the dtype of v; operands are bfloat16 or float32, computed in float32."""
         o_BHSV: Tensor = _Attention.apply(q_BHSC, k_BHUC, v_BHUV, self.is_fixed)
         return o_BHSV

@@ -37,7 +37,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, ids_T: Tensor, table_VD: Tensor, is_fixed: bool) -> Tensor:
         ctx.save_for_backward(ids_T)
         ctx.vocab, ctx.is_fixed = table_VD.shape[0], is_fixed
-        return table_VD[ids_T]
+        return table_VD[ids_T].float()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -54,7 +54,10 @@ class Embedding(nn.Module):
         self.is_fixed = is_fixed
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return bfloat16 [..., D] for int64 `ids` of any shape."""
+        """Return float32 [..., D] for int64 `ids` of any shape.
+
+        FP32, so that dropout scales, and the gradient arrives, without another rounding.
+        """
         y: Tensor = _Embedding.apply(ids.reshape(-1), self.weight, self.is_fixed)
         return y.view(*ids.shape, -1)
 

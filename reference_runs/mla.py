@@ -37,9 +37,9 @@ def rotations(seq_len: int, d_rope: int, theta: float) -> Tensor:
 
 
 def rotate(x_BHSR: Tensor, rotation_SZ: Tensor) -> Tensor:
-    """Rotate neighbouring pairs of the last dimension by position; dtype and shape are kept."""
+    """Rotate neighbouring pairs of the last dimension by position: float32 of the shape of `x_BHSR`."""
     pairs = torch.view_as_complex(x_BHSR.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotation_SZ).flatten(-2).to(x_BHSR.dtype)
+    return torch.view_as_real(pairs * rotation_SZ).flatten(-2)
 
 
 class MLA(nn.Module):
@@ -86,6 +86,7 @@ class MLA(nn.Module):
         q_nope_BHSN, q_rope_BHSR = q_BHSC.split((config.d_nope, config.d_rope), -1)
         k_nope_BHSN, v_BHSV = kv_BHSC.split((config.d_nope, config.d_value), -1)
         k_rope_BHSR = rotate(k_rope_BSR.unsqueeze(1), rotation_SZ).expand(-1, heads, -1, -1)
+        # Joined with what was rotated, queries and keys are FP32, and so are their gradients.
         o_BHSV = self.core(
             torch.cat((q_nope_BHSN, rotate(q_rope_BHSR, rotation_SZ)), -1),
             torch.cat((k_nope_BHSN, k_rope_BHSR), -1),

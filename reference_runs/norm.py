@@ -49,13 +49,13 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, weight_D = ctx.saved_tensors
-        dy_TD, x_TD = gradients[0].float(), x_TD.float()
+        saved_TD, weight_D = ctx.saved_tensors
+        dy_TD, x_TD = gradients[0].float(), saved_TD.float()
         rstd_T1 = _rstd(x_TD, ctx.eps)
         normed_TD = x_TD * rstd_T1
         dnormed_TD = dy_TD * weight_D.float()
         dx_TD = (dnormed_TD - normed_TD * (dnormed_TD * normed_TD).mean(-1, keepdim=True)) * rstd_T1
-        return dx_TD.bfloat16(), reduce_dweight(dy_TD * normed_TD, ctx.is_fixed), None, None
+        return dx_TD.to(saved_TD.dtype), reduce_dweight(dy_TD * normed_TD, ctx.is_fixed), None, None
 
 
 def _rstd(x_TD: Tensor, eps: float) -> Tensor:
@@ -71,6 +71,6 @@ class RMSNorm(nn.Module):
         self.eps, self.is_fixed = eps, is_fixed
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of `x`, bfloat16 [..., D]; returns bfloat16 of its shape."""
+        """Normalise the last dimension of `x`, bfloat16 or float32; returns bfloat16 of its shape."""
         y: Tensor = _RMSNorm.apply(x.reshape(-1, x.shape[-1]), self.weight, self.eps, self.is_fixed)
         return y.view_as(x)

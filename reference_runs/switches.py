@@ -76,6 +76,8 @@ class Switches:
     """The form of every switch in one run."""
 
     forms: Mapping[str, str]
+    recipe: str = "deterministic"
+    """Whose forms they are, but for the ones that were set singly."""
 
     @classmethod
     def from_options(cls, recipe: str = "deterministic", settings: Iterable[str] = ()) -> Switches:
@@ -93,7 +95,7 @@ class Switches:
             if not equals or form not in TABLE[name].forms:
                 raise UsageError(f"--set {setting}: {name} takes {' or '.join(TABLE[name].forms)}")
             forms[name] = form
-        return cls(MappingProxyType(forms))
+        return cls(MappingProxyType(forms), recipe)
 
     def __getitem__(self, name: str) -> str:
         return self.forms[name]

@@ -204,13 +204,13 @@ def _recording(trainer: Trainer) -> Iterator[Any]:
 def deterministic_algorithms(switches: Switches) -> Iterator[None]:
     """Set PyTorch's own switches for a run, and put back what they were.
 
-    An operation without a deterministic form then raises, unless a switch asks for a free form;
-    `memory.fill` works only while they are on.
+    In the deterministic recipe an operation of PyTorch without a deterministic form raises, whatever
+    single switches say; `memory.fill` works only while that is so.
     """
     was_on = torch.are_deterministic_algorithms_enabled()
     was_filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     is_filling = switches["memory.fill"] == "on"
-    torch.use_deterministic_algorithms(not switches.free or is_filling)
+    torch.use_deterministic_algorithms(switches.recipe == "deterministic" or is_filling)
     torch.utils.deterministic.fill_uninitialized_memory = is_filling  # type: ignore[attr-defined]
     try:
         yield
