@@ -24,13 +24,15 @@ import torch
 
 from bitcheck.reference_runs.kernels import gemm as gemm_module
 from bitcheck.reference_runs.kernels import grouped_gemm as grouped_module
+from bitcheck.reference_runs.kernels import grouped_wgrad as wgrad_module
+from bitcheck.reference_runs.kernels import quantise as quantise_module
 from bitcheck.reference_runs.kernels.combine import combine
 from bitcheck.reference_runs.kernels.embedding import embedding_backward
-from bitcheck.reference_runs.kernels.gemm import gemm
+from bitcheck.reference_runs.kernels.gemm import gemm, gemm_cublas
 from bitcheck.reference_runs.kernels.grouped_gemm import DprobForm, grouped_dgrad_swiglu, grouped_gemm
 from bitcheck.reference_runs.kernels.grouped_wgrad import WgradForm, grouped_wgrad
 from bitcheck.reference_runs.kernels.norm import rmsnorm_backward, rmsnorm_forward
-from bitcheck.reference_runs.kernels.quantise import Quantised, quantise_columns, quantise_rows, quantise_weight
+from bitcheck.reference_runs.kernels.quantise import quantise_columns, quantise_rows, quantise_weight
 from bitcheck.reference_runs.kernels.schedule import schedule_groups
 from bitcheck.reference_runs.kernels.ssm import Operands, scan_forward
 from bitcheck.reference_runs.kernels.ssm_backward import scan_backward
@@ -122,10 +124,10 @@ def randn(*shape: int) -> torch.Tensor:
 
 def measure_ceilings(report: Report) -> tuple[float, float]:
     """Return (bytes/s of a copy, FLOP/s of an FP8 product with one scale a tensor) on this card."""
-    source = torch.empty(2**32, dtype=torch.uint8, device="cuda").random_()
+    source = randn(2**31)
     target = torch.empty_like(source)
     (copy,) = time_calls([partial(target.copy_, source)], rounds=10)
-    bandwidth = 2 * source.numel() / copy.median_ms * 1e3
+    bandwidth = 2 * source.nbytes / copy.median_ms * 1e3
     del source, target
     size = 8192
     a, b = randn(size, size), randn(size, size)
@@ -155,25 +157,6 @@ def measure_ceilings(report: Report) -> tuple[float, float]:
     return bandwidth, flops / fp8.median_ms
 
 
-def scaled_mm_call(lhs: Quantised, rhs: Quantised) -> Call:
-    """Return the call of torch's own blockwise product on the same operands."""
-    from torch.nn.functional import ScalingType, scaled_mm
-
-    recipe, scale = ScalingType.BlockWise1x128, rhs.scales
-    if rhs.rows_per_scale != 1:  # cuBLAS wants K innermost, its blocks padded to a multiple of 4
-        recipe = ScalingType.BlockWise128x128
-        scale = torch.nn.functional.pad(rhs.scales, (0, -rhs.scales.shape[1] % 4)).contiguous().T
-    return lambda: scaled_mm(
-        lhs.values,
-        rhs.values.T,
-        scale_a=lhs.scales,
-        scale_recipe_a=ScalingType.BlockWise1x128,
-        scale_b=scale,
-        scale_recipe_b=recipe,
-        output_dtype=torch.bfloat16,
-    )
-
-
 GEMMS = (
     (8192, 8192, 8192),
     (8192, 2 * D_EXPERT, D_MODEL),
@@ -193,7 +176,7 @@ def bench_gemm(report: Report, peak: float) -> None:
         by_rows = quantise_rows(randn(num_cols, num_k))
         for kind, rhs in (("fprop", weight), ("wgrad", by_rows)):
             ours = partial(gemm, x, rhs)
-            peer = scaled_mm_call(x, rhs)
+            peer = partial(gemm_cublas, x, rhs)
             try:
                 peer()
                 timings = time_calls([ours, peer])
@@ -404,20 +387,20 @@ DPROB_FORMS: tuple[DprobForm, ...] = ("slots", "serial", "atomic", "atomic")
 """Atomic twice: how far apart the same thing is from itself."""
 
 SWEEP = (
-    (128, 8, 3, None),
-    (128, 8, 4, None),
-    (128, 8, 3, 128),
-    (128, 8, 2, 128),
-    (64, 4, 3, None),
-    (64, 4, 4, None),
-    (64, 4, 3, 168),
-    (64, 8, 3, None),
+    (64, 4, 3, False, None),
+    (64, 4, 3, False, 168),
+    (128, 8, 3, False, None),
+    (128, 4, 3, True, None),
+    (128, 4, 4, True, None),
+    (128, 4, 5, True, None),
+    (64, 4, 4, True, None),
+    (64, 4, 3, True, None),
 )
-"""(TILE_M, warps, stages, registers a thread at most)."""
+"""(TILE_M, warps, stages, warp specialisation, registers a thread at most)."""
 
 
 def sweep(report: Report) -> None:
-    """Time the GEMM and the grouped GEMM with other constants than the pinned ones."""
+    """Time the GEMMs with other constants than the pinned ones."""
     from triton.runtime.jit import JITFunction
 
     run: Any = JITFunction.run
@@ -426,32 +409,80 @@ def sweep(report: Report) -> None:
     schedule = schedule_groups(make_routing(False), num_rows)
     grouped = quantise_rows(randn(num_rows, D_MODEL))
     w13, _ = quantise_weight(randn(NUM_EXPERTS, 2 * D_EXPERT, D_MODEL))
-    for tile_m, warps, stages, registers in SWEEP:
-        for module in (gemm_module, grouped_module):
-            vars(module).update(TILE_M=tile_m, NUM_WARPS=warps, NUM_STAGES=stages)
+    _, w2_t = quantise_weight(randn(NUM_EXPERTS, D_MODEL, D_EXPERT))
+    hidden, prob = randn(num_rows, 2 * D_EXPERT), torch.rand(num_rows, device="cuda")
+    hidden_fp8 = quantise_rows(hidden)
+    dy, xt = (quantise_columns(randn(num_rows, width), schedule) for width in (D_EXPERT, D_MODEL))
+    dweight = torch.zeros(NUM_EXPERTS, D_EXPERT, D_MODEL, device="cuda")
+    square = [quantise_rows(randn(8192, 8192)), quantise_weight(randn(8192, 8192))[0]]
+    calls: dict[str, tuple[Call, float]] = {
+        "8192^3 fprop": (partial(gemm, *square), 8192**3),
+        "8192^3 wgrad": (partial(gemm, square[0], square[0]), 8192**3),
+        "grouped up": (partial(grouped_gemm, grouped, w13, schedule), 2 * num_rows * D_MODEL * D_EXPERT),
+        "dgrad, SwiGLU, slots": (
+            partial(grouped_dgrad_swiglu, grouped, w2_t, schedule, hidden, prob, form="slots"),
+            num_rows * D_MODEL * D_EXPERT,
+        ),
+        "the same, h in FP8": (
+            partial(grouped_dgrad_swiglu, grouped, w2_t, schedule, hidden_fp8, prob, form="slots"),
+            num_rows * D_MODEL * D_EXPERT,
+        ),
+        "grouped wgrad": (
+            partial(grouped_wgrad, dy, xt, schedule, form="workspace", out=dweight),
+            num_rows * D_MODEL * D_EXPERT,
+        ),
+    }
+    for tile_m, warps, stages, specialize, registers in SWEEP:
+        constants = {"NUM_WARPS": warps, "NUM_STAGES": stages, "SPECIALIZE": specialize}
+        vars(gemm_module).update(TILE_M=tile_m, **constants)
+        vars(grouped_module).update(TILE_M=tile_m, **constants)
+        vars(wgrad_module).update(TILE_N=tile_m, **constants)
 
         def capped(self: Any, *args: Any, registers: int | None = registers, **kwargs: Any) -> Any:
-            if "TILE_M" in kwargs and registers:
+            if "TILE_N" in kwargs and registers:
                 kwargs["maxnreg"] = registers
             return run(self, *args, **kwargs)
 
         JITFunction.run = capped
-        row = [f"{tile_m} x 128, {warps} warps, {stages} stages, {registers or 'any'} registers"]
-        try:
-            for num_m, num_n, num_k in GEMMS[:2]:
-                x = quantise_rows(randn(num_m, num_k))
-                weight, _ = quantise_weight(randn(num_n, num_k))
-                columns = quantise_rows(randn(num_n, num_k))
-                for rhs in (weight, columns):
-                    (timing,) = time_calls([partial(gemm, x, rhs)], rounds=5)
-                    row.append(f"{2e-9 * num_m * num_n * num_k / timing.median_ms:.0f}")
-            (timing,) = time_calls([partial(grouped_gemm, grouped, w13, schedule)], rounds=5)
-            row.append(f"{4e-9 * num_rows * D_MODEL * D_EXPERT / timing.median_ms:.0f}")
-        except Exception as error:  # noqa: BLE001 - a configuration that does not fit is a row of the table
-            row += [str(error)[:60]] + [""] * (5 - len(row))
+        row = [
+            f"{tile_m}, {warps} warps, {stages} stages{', specialised' * specialize}, {registers or 'any'} registers"
+        ]
+        for name, (call, work) in calls.items():
+            if specialize and "SwiGLU" in name:
+                row.append("")
+                continue
+            try:
+                (timing,) = time_calls([call], rounds=5)
+                row.append(f"{2e-9 * work / timing.median_ms:.0f}")
+            except Exception as error:  # noqa: BLE001 - a configuration that does not fit is a cell of the table
+                row.append(str(error)[:40].replace("\n", " "))
         rows.append(row)
     JITFunction.run = run
-    report.table("tile | 8192^3 fprop | 8192^3 wgrad | up fprop | up wgrad | grouped up", rows)
+    report.table("rows of a tile, ... | " + " | ".join(calls), rows)
+
+    x, weight = randn(32768, 4096), randn(16, 4096, 4096)
+    cached = quantise_rows(x)
+    rows = []
+    for tile, warps in ((64, 4), (32, 4), (128, 4), (128, 8), (64, 8)):
+        vars(quantise_module).update(COLUMNS_TILE=tile, COLUMNS_WARPS=warps)
+        plain, again = time_calls([partial(quantise_columns, x), partial(quantise_columns, cached)], rounds=5)
+        rows.append(
+            [f"columns, {tile} channels, {warps} warps", tera(3 * x.numel(), plain), tera(2 * x.numel(), again)]
+        )
+    for tile in (16, 32, 64):
+        vars(quantise_module).update(ROWS_TILE=tile)
+        (plain,) = time_calls([partial(quantise_rows, x)], rounds=5)
+        rows.append([f"rows, {tile} rows, 4 warps", tera(3 * x.numel(), plain), ""])
+    for warps in (4, 8, 16):
+        vars(quantise_module).update(WEIGHT_WARPS=warps)
+        (plain,) = time_calls([partial(quantise_weight, weight)], rounds=5)
+        rows.append([f"weight, {warps} warps", tera(4 * weight.numel(), plain), ""])
+    report.table("quantisation | from BF16, TB/s | from FP8, TB/s", rows)
+
+
+def tera(num_bytes: int, timing: Timing) -> str:
+    """Return bytes over time as text in TB/s."""
+    return f"{num_bytes / timing.median_ms / 1e9:.2f}"
 
 
 def main() -> None:

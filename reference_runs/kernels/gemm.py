@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch.nn.functional import ScalingType, scaled_mm
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bitcheck.reference_runs.kernels.quantise import BLOCK, Quantised
@@ -138,6 +139,26 @@ def gemm(
         ACCUMULATE=accumulate, SPECIALIZE=SPECIALIZE, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return out
+
+
+def gemm_cublas(lhs: Quantised, rhs: Quantised, *, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Multiply as `gemm` does, by torch's own blockwise product (cuBLAS); sm90 only, bfloat16 result.
+
+    Raises what `torch.nn.functional.scaled_mm` raises for operands that it does not take.
+    """
+    recipe, scales = ScalingType.BlockWise1x128, rhs.scales
+    if rhs.rows_per_scale != 1:  # cuBLAS wants K innermost here, and its blocks padded to a multiple of 4
+        recipe = ScalingType.BlockWise128x128
+        scales = torch.nn.functional.pad(rhs.scales, (0, -rhs.scales.shape[1] % 4)).contiguous().T
+    return scaled_mm(
+        lhs.values,
+        rhs.values.T,
+        scale_a=lhs.scales,
+        scale_recipe_a=ScalingType.BlockWise1x128,
+        scale_b=scales,
+        scale_recipe_b=recipe,
+        output_dtype=out_dtype,
+    )
 
 
 def reference_gemm(lhs: Quantised, rhs: Quantised) -> torch.Tensor:

@@ -75,7 +75,7 @@ def _grouped_gemm_kernel(
 @triton.jit
 def _swiglu_epilogue(
     dy, rows, cols, is_row, prob, hidden_ptr, scale_ptr, dhidden_ptr, num_cols, stride_hr, stride_hsb,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Write dgate and dup of some columns of a tile; return their part of dprob, one number a row."""
     is_col = cols < num_cols
@@ -84,11 +84,17 @@ def _swiglu_epilogue(
     hidden_ptrs = hidden_ptr + wide * stride_hr + cols[None, :]
     gate = tl.load(hidden_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(hidden_ptrs + num_cols, mask=mask, other=0.0).to(tl.float32)
-    if SCALED:  # by 1x128 along [gate | up]: where F is no multiple of 128, a block holds some of both
-        scale_ptrs = scale_ptr + rows[:, None] + (cols // 128 * stride_hsb)[None, :]
-        gate *= tl.load(scale_ptrs, mask=mask, other=0.0)
-        scale_ptrs = scale_ptr + rows[:, None] + ((cols + num_cols) // 128 * stride_hsb)[None, :]
-        up *= tl.load(scale_ptrs, mask=mask, other=0.0)
+    if SCALED:  # by 1x128 along [gate | up]
+        if ALIGNED:  # half a tile lies inside one block
+            block = tl.min(cols, axis=0) // 128
+            gate *= tl.load(scale_ptr + block * stride_hsb + rows, mask=is_row, other=0.0)[:, None]
+            block += num_cols // 128
+            up *= tl.load(scale_ptr + block * stride_hsb + rows, mask=is_row, other=0.0)[:, None]
+        else:  # a block holds some of both halves
+            scale_ptrs = scale_ptr + rows[:, None] + (cols // 128 * stride_hsb)[None, :]
+            gate *= tl.load(scale_ptrs, mask=mask, other=0.0)
+            scale_ptrs = scale_ptr + rows[:, None] + ((cols + num_cols) // 128 * stride_hsb)[None, :]
+            up *= tl.load(scale_ptrs, mask=mask, other=0.0)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     dy = tl.where(mask, dy, 0.0)  # past the last column lies the next expert's weight
@@ -107,7 +113,7 @@ def _dswiglu_kernel(
     num_rows, num_cols, num_blocks, tiles_n, stride_lsr, stride_lsb, stride_rse, stride_rsr, stride_rsb,
     stride_hr, stride_hsb,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
-    SCALED: tl.constexpr, FORM: tl.constexpr,
+    SCALED: tl.constexpr, ALIGNED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     if FORM == "serial":
         pid = tl.atomic_add(turn_ptr, 1)  # tiles start in the order of this counter, whatever the launch order
@@ -135,11 +141,11 @@ def _dswiglu_kernel(
     cols = tile_n * TILE_N + tl.arange(0, TILE_N // 2)
     part = _swiglu_epilogue(
         left, rows, cols, is_row, prob, hidden_ptr, hidden_scale_ptr, dhidden_ptr, num_cols,
-        stride_hr, stride_hsb, SCALED,
+        stride_hr, stride_hsb, SCALED, ALIGNED,
     )  # fmt: skip
     part += _swiglu_epilogue(
         right, rows, cols + TILE_N // 2, is_row, prob, hidden_ptr, hidden_scale_ptr, dhidden_ptr, num_cols,
-        stride_hr, stride_hsb, SCALED,
+        stride_hr, stride_hsb, SCALED, ALIGNED,
     )  # fmt: skip
 
     if FORM == "slots":
@@ -236,7 +242,8 @@ def grouped_dgrad_swiglu(
         schedule.tile_expert, schedule.tile_begin, schedule.tile_end, num_rows, num_cols,
         triton.cdiv(num_k, BLOCK), tiles_n, *lhs.scales.stride(), *rhs.scales.stride(),
         values.stride(0), 0 if scales is None else scales.stride(1),
-        TILE_M=TILE_M, TILE_N=TILE_N, BLOCK_K=BLOCK, PARTS=parts, SCALED=scales is not None, FORM=form,
+        TILE_M=TILE_M, TILE_N=TILE_N, BLOCK_K=BLOCK, PARTS=parts, SCALED=scales is not None,
+        ALIGNED=num_cols % BLOCK == 0, FORM=form,
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return dhidden, sum_slots(dprob) if form == "slots" else dprob

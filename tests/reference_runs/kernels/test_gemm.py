@@ -125,12 +125,12 @@ class Dgrad:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("cached_fp8", [False, True])
+@pytest.mark.parametrize(("cached_fp8", "width"), [(False, 200), (True, 200), (True, 256)])
 @pytest.mark.parametrize("form", ["slots", "serial", "atomic"])
 def test_the_epilogue_gives_the_gradients_of_swiglu_and_of_the_probability(
-    device: str, form: DprobForm, cached_fp8: bool
+    device: str, form: DprobForm, cached_fp8: bool, width: int
 ) -> None:
-    case = Dgrad(RAGGED, device, cached_fp8=cached_fp8)
+    case = Dgrad(RAGGED, device, width=width, cached_fp8=cached_fp8)
     dhidden, dprob = case.run(form)
     exact_dhidden, exact_dprob = case.exact()
     assert relative_error(dhidden, exact_dhidden) < tolerance(device)

@@ -7,6 +7,7 @@ multiprocessors busy; each `atomic` form is shown to differ, so the 1,000 runs m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from bitcheck.reference_runs.kernels.combine import combine
 from bitcheck.reference_runs.kernels.embedding import embedding_backward
-from bitcheck.reference_runs.kernels.gemm import gemm
+from bitcheck.reference_runs.kernels.gemm import gemm, gemm_cublas
 from bitcheck.reference_runs.kernels.grouped_gemm import (
     grouped_dgrad_swiglu,
     grouped_gemm,
@@ -175,6 +176,20 @@ def test_the_gemms_give_one_result_in_1000_runs_beside_a_busy_stream(busy_stream
     schedule = routed(1000, 5)
     weights, _ = quantise_weight(randn(5, 712, 576))
     assert count_differing(lambda: (gemm(x, weight), grouped_gemm(x, weights, schedule)), busy_stream, NUM_RUNS) == {}
+
+
+@pytest.mark.parametrize("num_k", [512, 576])
+def test_torchs_own_blockwise_product_is_as_exact_and_gives_one_result_in_1000_runs(
+    busy_stream: Callable[[], None], num_k: int
+) -> None:
+    x, (weight, _) = quantise_rows(randn(1000, num_k)), quantise_weight(randn(768, num_k))
+    by_row = quantise_rows(randn(768, num_k))
+    for rhs in (weight, by_row):
+        exact = x.dequantise().double() @ rhs.dequantise().double().T
+        ours, theirs = gemm(x, rhs), gemm_cublas(x, rhs)
+        print(f"K = {num_k}: ours {relative_error(ours, exact):.2e}, cuBLAS {relative_error(theirs, exact):.2e}")
+        assert relative_error(theirs, exact) < 3e-3
+        assert count_differing(partial(gemm_cublas, x, rhs), busy_stream, NUM_RUNS) == {}
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
