@@ -37,11 +37,9 @@ class Findings:
     """Steps after the first that differ and hold no further origin."""
     steps: int = 0
     ranks: int = 0
-    first_step: int | None = None
     last_step: int | None = None
     statuses: tuple[str, str] = ("complete", "complete")
     ended_early: dict[str, list[int]] = field(default_factory=dict)
-    last_steps: dict[str, int] = field(default_factory=dict)
     resumed: str = ""
     """`baseline` or `candidate` where an initial snapshot was held against the other run's end of step."""
     gap: tuple[int, int] | None = None
@@ -57,7 +55,6 @@ class Findings:
     recomputes: Mapping[str, list[str]] = field(default_factory=dict)
     aligned_by: str = "step"
     alignment_remarks: Sequence[str] = ()
-    notes: Sequence[str] = ()
     unobserved: Mapping[str, int] = field(default_factory=dict)
 
     def observe(
