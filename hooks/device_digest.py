@@ -10,11 +10,7 @@ operation before and the one after; that the tensor is overwritten or freed next
 the caching allocator hands memory on in the same stream order. Nothing keeps a tensor alive and
 no stream is recorded on it: the recorded program's memory is what it is without recording.
 
-Only leaf digests, a thousandth of the data, go to the host. They lie in a ring on the device and in
-one of the same size in pinned memory, allocated once. One *flight* is what goes over at once. That it has
-landed is told by a number that follows it over the same stream into pinned memory: to wait, the
-writer's thread looks at memory and calls nothing of CUDA, which it must not do while the program captures a
-graph. Where the ring is full the training thread waits for the oldest flight: nothing is lost.
+Only leaf digests, a thousandth of the data, go to the host (`kernels/ring.py`).
 
 A tensor that is not contiguous is brought to row-major order piece by piece in a scratch buffer. Place in
 the flow: tensor -> *digest* -> event; `bitcheck.digest` is the definition, `kernels/` the hash.
@@ -23,9 +19,6 @@ the flow: tensor -> *digest* -> event; `bitcheck.digest` is the definition, `ker
 from __future__ import annotations
 
 import logging
-import threading
-import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -36,6 +29,7 @@ from bitcheck.digest import DIGEST_BYTES, LEAF_BYTES, digest_from_leaves, num_le
 from bitcheck.errors import DigestError
 from bitcheck.hooks.kernels.cuda import CudaQueue
 from bitcheck.hooks.kernels.layout import address_of, as_transposed, as_words, row_blocks
+from bitcheck.hooks.kernels.ring import Part, Ring
 from bitcheck.hooks.tensors import Digest, digest_tensor
 
 RING_LEAVES = 2 * 1024 * 1024
@@ -43,11 +37,6 @@ RING_LEAVES = 2 * 1024 * 1024
 SCRATCH_BYTES = 32 * 1024 * 1024
 """A tensor that is not contiguous is copied in pieces of this size: half of an H200's L2."""
 
-_MAX_FLIGHTS = 1024
-_NUMBERS = 4096
-"""Flights are numbered modulo this, far more than can be under way."""
-_STALL_S = 5.0
-"""After this long without a landing the device is asked whether it has failed."""
 FEW_TENSORS = 4
 """Up to so many tensors cost the host less with a launch each than with a table."""
 MAX_TABLE_TENSORS = 16384
@@ -146,37 +135,21 @@ class _Known:
         return self.digest
 
 
-class _Flight:
-    """Slots [start, end) of the ring, counted without end, that go to the host together."""
-
-    __slots__ = ("data", "end", "number", "start")
-
-    def __init__(self, start: int) -> None:
-        self.start = self.end = start
-        self.number = -1
-        """Its place among the flights that left; -1 while it is being filled."""
-        self.data: bytes | None = None
-
-
-_Part = tuple[_Flight, int, int]
-"""A flight, and which of its slots: the first, counted from the flight's own first, and how many."""
-
-
 class DeviceTicket:
     """A digest whose leaves are computed on a device."""
 
-    __slots__ = ("_digester", "_dtype", "_num_bytes", "_shape", "parts")
+    __slots__ = ("_dtype", "_num_bytes", "_ring", "_shape", "parts")
 
-    def __init__(self, digester: DeviceDigester, dtype: torch.dtype, shape: torch.Size, num_bytes: int) -> None:
-        self._digester = digester
+    def __init__(self, ring: Ring, dtype: torch.dtype, shape: torch.Size, num_bytes: int) -> None:
+        self._ring = ring
         self._dtype = dtype
         self._shape = shape
         self._num_bytes = num_bytes
-        self.parts: tuple[_Part, ...] = ()
+        self.parts: tuple[Part, ...] = ()
 
     def resolve(self) -> Digest:
         """Wait for and return (digest, leaf digests). Raises DigestError where the device has failed."""
-        leaves = b"".join(map(self._digester.read, self.parts))
+        leaves = b"".join(map(self._ring.read, self.parts))
         dtype = str(self._dtype).removeprefix("torch.")
         return digest_from_leaves(dtype, self._shape, self._num_bytes, leaves), leaves
 
@@ -234,32 +207,13 @@ class DeviceDigester:
     ) -> None:
         self._queue = queue
         self._kernels = kernels
-        self._lock = threading.RLock()
-        """Held to submit and to flush."""
-        self._landing = threading.Lock()
-        """Held to wait for the oldest flight and to empty it; taken after `_lock`, never before."""
-        self._capacity = ring_leaves
         self._launch_leaves = ring_leaves // 4
         self._table_tensors = min(MAX_TABLE_TENSORS, ring_leaves // 8)
-        self._head = 0
-        self._tail = 0
-        self._filling = _Flight(0)
-        self._flights: deque[_Flight] = deque()
-        self._departed = 0
-        self._used: set[int] = set()
-        """Streams that wrote to the flight that is being filled."""
         self._scratch_stream: int | None = None
-        self._failure: str | None = None
         with queue.current(), queue.aside():
-            self._ring = queue.empty(ring_leaves * 2, torch.int64)
+            self._ring = Ring(queue, ring_leaves)
             self._scratch = queue.empty(scratch_bytes, torch.uint8)
-            self._numbers = torch.arange(_NUMBERS, dtype=torch.int64, device=self._ring.device)
-            self._host = queue.pinned(ring_leaves * 2)
-            self._landed = queue.pinned(1)
             queue.synchronize()
-        self._host_words = self._host.numpy()
-        self._landed_word = self._landed.numpy()
-        self._ring_address = self._ring.data_ptr()
         self._scratch_address = self._scratch.data_ptr()
 
     # --- the training thread
@@ -277,7 +231,7 @@ class DeviceDigester:
         One launch for many. Waits only where the ring is full. Raises DigestError,
         and captures none, where `check` would.
         """
-        with _NO_FUNCTION(), self._lock:
+        with _NO_FUNCTION(), self._ring.lock:
             if self._queue.is_capturing():
                 raise DigestError(_CAPTURING)
             if self._queue.is_current():
@@ -292,7 +246,7 @@ class DeviceDigester:
         strided: list[tuple[DeviceTicket, torch.Tensor]] = []
         for tensor in tensors:  # in the training thread, some microseconds a tensor: hence so plain
             num_bytes = tensor.nbytes
-            ticket = DeviceTicket(self, tensor.dtype, tensor.shape, num_bytes)
+            ticket = DeviceTicket(self._ring, tensor.dtype, tensor.shape, num_bytes)
             tickets.append(ticket)
             if num_bytes == 0:
                 continue
@@ -310,8 +264,8 @@ class DeviceDigester:
             with _NO_DISPATCH(), torch.no_grad():
                 pieces = self._gather(strided, pieces, stream)
         self._launch(pieces, stream)
-        if self._filling.end - self._filling.start >= self._launch_leaves // 2:
-            self.flush()
+        if self._ring.num_filling >= self._launch_leaves // 2:
+            self._ring.flush()
         return tickets
 
     def _launch(self, pieces: _Pieces, stream: int) -> None:
@@ -344,17 +298,15 @@ class DeviceDigester:
         else:
             self._launch_table(pieces, stream)
         # At once, not when all is submitted: the next launch may find the ring full and send this flight off.
-        self._queue.mark(stream)
-        self._used.add(stream)
+        self._ring.mark(stream)
 
     def _launch_few(self, pieces: _Pieces, stream: int) -> None:
         counts = [num_leaves(num_bytes) for num_bytes in pieces.sizes]
-        flight, slot = self._reserve(sum(counts))
+        flight, slot = self._ring.reserve(sum(counts))
         for ticket, address, num_bytes, count in zip(
             pieces.tickets, pieces.addresses, pieces.sizes, counts, strict=True
         ):
-            out_address = self._ring_address + slot % self._capacity * DIGEST_BYTES
-            self._kernels.hash_one(address, num_bytes, out_address, stream)
+            self._kernels.hash_one(address, num_bytes, self._ring.address(slot), stream)
             ticket.parts += ((flight, slot - flight.start, count),)
             slot += count
 
@@ -366,39 +318,14 @@ class DeviceDigester:
         firsts = np.cumsum(counts)
         leaves = int(firsts[-1])
         firsts -= counts
-        num_words = 3 * num_tensors
-        table_slots = (num_words + 1) // 2
-        flight, slot = self._reserve(table_slots + leaves)
-        at = slot % self._capacity
-        table = self._host_words[2 * at : 2 * at + num_words].reshape(3, num_tensors)
-        table[0] = pieces.addresses
-        table[1] = sizes
-        table[2] = firsts
-        with _NO_DISPATCH():
-            words = slice(2 * at, 2 * at + num_words)
-            self._ring[words].copy_(self._host[words], non_blocking=True)
-        table_address = self._ring_address + at * DIGEST_BYTES
-        out_address = table_address + table_slots * DIGEST_BYTES
-        self._kernels.hash_table(table_address, num_tensors, leaves, out_address, stream)
+        table_slots = (3 * num_tensors + 1) // 2
+        flight, slot = self._ring.reserve(table_slots + leaves)
+        self._ring.upload(slot, np.concatenate([np.array(pieces.addresses), sizes, firsts]))
+        out_address = self._ring.address(slot) + table_slots * DIGEST_BYTES
+        self._kernels.hash_table(self._ring.address(slot), num_tensors, leaves, out_address, stream)
         firsts += slot - flight.start + table_slots
         for ticket, first, count in zip(pieces.tickets, firsts.tolist(), counts.tolist(), strict=True):
             ticket.parts += ((flight, first, count),)
-
-    def _reserve(self, slots: int) -> tuple[_Flight, int]:
-        """Return a flight and the first of `slots` slots in a row of it, waiting for room if need be."""
-        at = self._head % self._capacity
-        if at == 0 or at + slots > self._capacity:  # a flight is one piece of memory, so it ends where the ring does
-            self.flush()
-            self._head += -at % self._capacity
-            self._filling = _Flight(self._head)
-        while self._head + slots - self._tail > self._capacity or len(self._flights) >= _MAX_FLIGHTS:
-            self.flush()
-            if not self._land():
-                self._tail = self._head
-        flight = self._filling
-        slot = self._head
-        self._head = flight.end = slot + slots
-        return flight, slot
 
     # --- tensors that are not contiguous
 
@@ -449,67 +376,8 @@ class DeviceDigester:
         else:
             self._scratch[offset : offset + words.nbytes].view(words.dtype).view(words.shape).copy_(words)
 
-    # --- on the way to the host; any thread
+    # --- any thread
 
     def flush(self) -> None:
         """Send what was submitted on its way to the host, behind the streams that still compute it."""
-        with self._lock:
-            flight = self._filling
-            if flight.end == flight.start:
-                return
-            self._departed += 1
-            flight.number = self._departed
-            at = 2 * (flight.start % self._capacity)
-            words = slice(at, at + 2 * (flight.end - flight.start))
-            number = flight.number % _NUMBERS
-            copies = [(self._host[words], self._ring[words]), (self._landed, self._numbers[number : number + 1])]
-            self._queue.send(self._used, copies)
-            self._used.clear()
-            self._flights.append(flight)
-            self._filling = _Flight(self._head)
-
-    def read(self, part: _Part) -> bytes:
-        """Wait for and return leaf digests, 16 bytes each."""
-        flight, first, count = part
-        while flight.data is None:
-            if flight.number < 0:
-                self.flush()
-            self._land()
-        return flight.data[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]
-
-    def _land(self) -> bool:
-        """Wait for the oldest flight and free its slots; False where none is under way."""
-        with self._landing:
-            if not self._flights:
-                return False
-            flight = self._flights[0]
-            self._wait(flight.number)
-            at = 2 * (flight.start % self._capacity)
-            flight.data = self._host_words[at : at + 2 * (flight.end - flight.start)].tobytes()
-            self._tail = flight.end
-            self._flights.popleft()
-            return True
-
-    def _wait(self, number: int) -> None:
-        """Wait until flight `number` has landed, by looking at memory alone."""
-        pause = 20e-6
-        asked = time.monotonic()
-        while (int(self._landed_word[0]) - number) % _NUMBERS >= _NUMBERS // 2:
-            if self._failure is not None:
-                raise DigestError(self._failure)
-            time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
-            if time.monotonic() - asked > _STALL_S:
-                self._ask_device()
-                asked = time.monotonic()
-
-    def _ask_device(self) -> None:
-        """Raise DigestError where the device has failed, so that nobody waits for it for ever."""
-        try:
-            self._queue.ask()
-        except RuntimeError as error:
-            self._failure = (
-                f"{self._ring.device} failed before its digests reached the host: {str(error).splitlines()[0]}. "
-                "What the program reports is the cause; the steps recorded before it are whole"
-            )
-            raise DigestError(self._failure) from error
+        self._ring.flush()

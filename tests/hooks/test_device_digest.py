@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitcheck.digest import LEAF_BYTES, digest_bytes, digest_leaves
 from bitcheck.errors import DigestError
@@ -368,6 +369,28 @@ def test_any_view_has_the_digest_of_the_cpu(shape: list[int], dtype: torch.dtype
 SHARED = OnHost(ring_leaves=512, scratch_bytes=4 * LEAF_BYTES)
 
 
+class SeenOperators(TorchDispatchMode):
+    """Notes every operator that reaches a dispatch mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_mode_of_the_program_sees_the_digester_at_work(host: OnHost) -> None:
+    tensors = [random_bytes(100 + seed, seed) for seed in range(8)]
+    strided = [random_bytes(900).view(30, 30).t(), random_bytes(1000).view(10, 10, 10)[:, :, 1:]]
+    with SeenOperators() as seen:
+        tickets = host.digester.submit_many([*tensors, *strided])
+        host.digester.flush()
+    assert seen.names == []
+    assert [ticket.resolve() for ticket in tickets] == [expected_digest(tensor) for tensor in [*tensors, *strided]]
+
+
 # --- what cannot be digested
 
 
@@ -391,7 +414,7 @@ def test_nothing_is_launched_into_a_graph_that_is_being_captured(host: OnHost) -
 
 
 def test_a_device_that_failed_is_told_instead_of_waited_for(host: OnHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bitcheck.hooks.device_digest._STALL_S", 0.05)
+    monkeypatch.setattr("bitcheck.hooks.kernels.ring._STALL_S", 0.05)
     (ticket,) = host.digester.submit_many([random_bytes(100)])
     host.queue.failed = True
     for _ in range(2):
@@ -402,7 +425,7 @@ def test_a_device_that_failed_is_told_instead_of_waited_for(host: OnHost, monkey
 
 
 def test_a_slow_device_is_waited_for(host: OnHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bitcheck.hooks.device_digest._STALL_S", 0.01)
+    monkeypatch.setattr("bitcheck.hooks.kernels.ring._STALL_S", 0.01)
     host.queue.delay_s = 0.1
     tensor = random_bytes(100)
     (ticket,) = host.digester.submit_many([tensor])

@@ -1,0 +1,178 @@
+"""Leaf digests on their way from a device to the host: a ring of slots, emptied flight by flight.
+
+    slots     . . . | landed, free again | under way, a flight each | being filled | free . . .
+    counted         ^ tail                                                         ^ head
+
+A slot holds 16 bytes, on the device and at the same place in pinned memory. A *flight* is a run of slots
+that is copied to the host at once, on a side stream, behind the streams that still compute it. That it
+has landed is told by its number, copied after it over the same stream: to wait, a thread looks at memory
+and calls nothing of CUDA, which it must not do while the program captures a graph. Where the ring is full
+whoever needs room waits for the oldest flight: nothing is lost.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from bitcheck.digest import DIGEST_BYTES
+from bitcheck.errors import DigestError
+from bitcheck.hooks.kernels.cuda import CudaQueue
+
+MAX_FLIGHTS = 1024
+_NUMBERS = 4096
+"""Flights are numbered modulo this, far more than can be under way."""
+_STALL_S = 5.0
+"""After this long without a landing the device is asked whether it has failed."""
+
+_NO_FUNCTION: Any = torch._C.DisableTorchFunction
+_NO_DISPATCH: Any = torch._C._DisableTorchDispatch
+
+
+class Flight:
+    """Slots [start, end) of the ring, counted without end, that go to the host together."""
+
+    __slots__ = ("data", "end", "number", "start")
+
+    def __init__(self, start: int) -> None:
+        self.start = self.end = start
+        self.number = -1
+        """Its place among the flights that left; -1 while it is being filled."""
+        self.data: bytes | None = None
+
+
+Part = tuple[Flight, int, int]
+"""A flight, and which of its slots: the first, counted from the flight's own first, and how many."""
+
+
+class Ring:
+    """Slots of 16 bytes on a device, and the same number in pinned memory, allocated here and now."""
+
+    def __init__(self, queue: CudaQueue, num_slots: int) -> None:
+        self.lock = threading.RLock()
+        """Held from `reserve` to `mark`, and to flush."""
+        self._queue = queue
+        self._landing = threading.Lock()
+        """Held to wait for the oldest flight and to empty it; taken after `lock`, never before."""
+        self._capacity = num_slots
+        self._head = 0
+        self._tail = 0
+        self._filling = Flight(0)
+        self._flights: deque[Flight] = deque()
+        self._departed = 0
+        self._used: set[int] = set()
+        """Streams that wrote to the flight that is being filled."""
+        self._failure: str | None = None
+        self._slots = queue.empty(num_slots * 2, torch.int64)
+        self._numbers = torch.arange(_NUMBERS, dtype=torch.int64, device=self._slots.device)
+        self._host = queue.pinned(num_slots * 2)
+        self._landed = queue.pinned(1)
+        self._host_words = self._host.numpy()
+        self._landed_word = self._landed.numpy()
+        self._address = self._slots.data_ptr()
+
+    @property
+    def num_filling(self) -> int:
+        """Slots of the flight that is being filled."""
+        return self._filling.end - self._filling.start
+
+    def address(self, slot: int) -> int:
+        """Return where a slot lies on the device."""
+        return self._address + slot % self._capacity * DIGEST_BYTES
+
+    def upload(self, slot: int, words: Any) -> None:
+        """Copy int64 words, numpy [n], into a flight's slots on the current stream; the host waits for nothing."""
+        at = 2 * (slot % self._capacity)
+        span = slice(at, at + words.size)
+        self._host_words[span] = words
+        with _NO_DISPATCH():
+            self._slots[span].copy_(self._host[span], non_blocking=True)
+
+    def mark(self, stream: int) -> None:
+        """Say that the current stream, `stream`, has been given all that writes to the slots reserved last."""
+        self._queue.mark(stream)
+        self._used.add(stream)
+
+    def reserve(self, slots: int) -> tuple[Flight, int]:
+        """Return a flight and the first of `slots` slots in a row of it, waiting for room if need be."""
+        at = self._head % self._capacity
+        if at == 0 or at + slots > self._capacity:  # a flight is one piece of memory, so it ends where the ring does
+            self.flush()
+            self._head += -at % self._capacity
+            self._filling = Flight(self._head)
+        while self._head + slots - self._tail > self._capacity or len(self._flights) >= MAX_FLIGHTS:
+            self.flush()
+            if not self._land():
+                self._tail = self._head
+        flight = self._filling
+        slot = self._head
+        self._head = flight.end = slot + slots
+        return flight, slot
+
+    def flush(self) -> None:
+        """Send what was submitted on its way to the host, behind the streams that still compute it."""
+        with self.lock:
+            flight = self._filling
+            if flight.end == flight.start:
+                return
+            self._departed += 1
+            flight.number = self._departed
+            at = 2 * (flight.start % self._capacity)
+            words = slice(at, at + 2 * (flight.end - flight.start))
+            number = flight.number % _NUMBERS
+            with _NO_FUNCTION(), _NO_DISPATCH():
+                landed = self._numbers[number : number + 1]
+                self._queue.send(self._used, [(self._host[words], self._slots[words]), (self._landed, landed)])
+            self._used.clear()
+            self._flights.append(flight)
+            self._filling = Flight(self._head)
+
+    def read(self, part: Part) -> bytes:
+        """Wait for and return leaf digests, 16 bytes each."""
+        flight, first, count = part
+        while flight.data is None:
+            if flight.number < 0:
+                self.flush()
+            self._land()
+        return flight.data[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]
+
+    def _land(self) -> bool:
+        """Wait for the oldest flight and free its slots; False where none is under way."""
+        with self._landing:
+            if not self._flights:
+                return False
+            flight = self._flights[0]
+            self._wait(flight.number)
+            at = 2 * (flight.start % self._capacity)
+            flight.data = self._host_words[at : at + 2 * (flight.end - flight.start)].tobytes()
+            self._tail = flight.end
+            self._flights.popleft()
+            return True
+
+    def _wait(self, number: int) -> None:
+        """Wait until flight `number` has landed, by looking at memory alone."""
+        pause = 20e-6
+        asked = time.monotonic()
+        while (int(self._landed_word[0]) - number) % _NUMBERS >= _NUMBERS // 2:
+            if self._failure is not None:
+                raise DigestError(self._failure)
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+            if time.monotonic() - asked > _STALL_S:
+                self._ask_device()
+                asked = time.monotonic()
+
+    def _ask_device(self) -> None:
+        """Raise DigestError where the device has failed, so that nobody waits for it for ever."""
+        try:
+            self._queue.ask()
+        except RuntimeError as error:
+            self._failure = (
+                f"{self._slots.device} failed before its digests reached the host: {str(error).splitlines()[0]}. "
+                "What the program reports is the cause; the steps recorded before it are whole"
+            )
+            raise DigestError(self._failure) from error
