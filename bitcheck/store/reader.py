@@ -35,10 +35,10 @@ from bitcheck.store.unfinished import UnfinishedFile
 
 _SHARED_EVENTS = 400_000
 """Layouts of up to this many events in all are kept decoded, for every reader of the process."""
-_ATTEMPTS = 20
+T = TypeVar("T")
+_ATTEMPTS = 10
 _ATTEMPT_SECONDS = 0.001
 """What a writer changes in place is a few hundred bytes: done in microseconds."""
-T = TypeVar("T")
 _STRING_GAP = 4096
 """Interned strings whose numbers lie this close are read together."""
 
@@ -139,7 +139,12 @@ class RankReader:
         self._file: h5f.FileID | None = None
         self._unfinished: UnfinishedFile | None = None
         with self._reading():
-            self._open()
+            try:
+                self._open()
+            except (OSError, RuntimeError):
+                # A writer that closes the file writes its first bytes anew.
+                time.sleep(_ATTEMPT_SECONDS)
+                self._open()
 
     def __enter__(self) -> RankReader:
         return self
@@ -204,8 +209,6 @@ class RankReader:
         self.leaf_limit_bytes: int | None = header["leaf_limit_bytes"]
         self.writer: dict[str, Any] = header["writer"]
         self.status = self._read_status()
-        # The steps' extent is taken first: what its rows refer to was on disk before.
-        self._open_dataset("steps")
 
     def _read_header(self) -> dict[str, Any]:
         if not h5a.exists(self._file, b"header"):
@@ -254,22 +257,15 @@ class RankReader:
             self._file_bytes = self.path.stat().st_size
         return self._file_bytes
 
-    def _try_again(self, read: Callable[[], T]) -> T:
-        """Read something that a living writer may be changing just now: again, where it does not hold."""
-        if self.is_live and not is_gone(self.writer):
-            for _ in range(_ATTEMPTS - 1):
-                try:
-                    return read()
-                except (OSError, RuntimeError):
-                    time.sleep(_ATTEMPT_SECONDS)
-        return read()
-
     def _open_dataset(self, name: str) -> h5d.DatasetID:
         dataset = self._datasets.get(name)
         if dataset is not None:
             return dataset
         dtype, tail, _ = DATASETS[name]
-        dataset = self._try_again(lambda: h5d.open(self._file, name.encode()))
+        try:
+            dataset = h5d.open(self._file, name.encode())
+        except KeyError as error:  # what h5py makes of whatever kept HDF5 from opening it
+            raise OSError(error.args[0]) from None
         shape = dataset.shape
         if len(shape) != 1 + len(tail) or shape[1:] != tail or not dataset.get_type().equal(NATIVE[name]):
             raise ValueError(f"its dataset {name} is not of type {dtype}")
@@ -283,13 +279,36 @@ class RankReader:
 
     def _read(self, name: str, first: int, count: int) -> np.ndarray:
         """Return `count` rows of a dataset. Raises IndexError where it has not so many."""
-        dataset = self._open_dataset(name)
-        if first < 0 or count < 0 or first + count > self._sizes[name]:
-            raise IndexError(f"rows {first} to {first + count} of {name} do not exist")
-        return self._try_again(lambda: read_rows(dataset, name, first, count))
+
+        def read() -> np.ndarray:
+            dataset = self._open_dataset(name)
+            if first < 0 or count < 0 or first + count > self._sizes[name]:
+                raise IndexError(f"rows {first} to {first + count} of {name} do not exist")
+            return read_rows(dataset, name, first, count)
+
+        return self._try_again(read)
+
+    def _count(self, name: str) -> int:
+        """Return how many rows a dataset has."""
+        self._try_again(lambda: self._open_dataset(name))
+        return self._sizes[name]
+
+    def _try_again(self, read: Callable[[], T]) -> T:
+        """Return what `read` does, in a file opened anew where a living writer changed a piece of it just then."""
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return read()
+            except (OSError, RuntimeError):
+                if not self.is_live or is_gone(self.writer):
+                    raise
+                # HDF5 keeps what it has read, damaged or not: only a new start reads it again.
+                self.close()
+                time.sleep(_ATTEMPT_SECONDS)
+                self._open()
+        return read()
 
     def _read_table(self) -> np.ndarray:
-        table = self._read("steps", 0, self._sizes["steps"])
+        table = self._read("steps", 0, self._count("steps"))
         # The last row of a file whose writer died while it wrote may be half there; no other may.
         if self.is_live and len(table) and not self._row_holds(table[-1:]):
             table = table[:-1]
@@ -297,11 +316,11 @@ class RankReader:
         checks = [row_check(data[start : start + size]) for start in range(0, len(data), size)]
         damaged = np.flatnonzero(table["check"] != np.array(checks, np.uint64))
         if self.is_live:
-            cut = np.flatnonzero(
-                (table["file_bytes"] > self._file_bytes) | ~table.view(np.uint8).reshape(-1, size).any(1)
-            )
+            num_bytes = self._size()
+            is_hole = ~table.view(np.uint8).reshape(-1, size).any(axis=1)
+            cut = np.flatnonzero((table["file_bytes"] > num_bytes) | is_hole)
             if cut.size:
-                raise OSError(f"it ends after {self._file_bytes} bytes, before its row {cut[0]}")
+                raise OSError(f"it ends after {num_bytes} bytes, before its row {cut[0]}")
         if damaged.size:
             raise self._damaged(None, f"row {damaged[0]} of its steps was changed")
         return table
@@ -314,7 +333,7 @@ class RankReader:
     def _read_tail(self) -> np.ndarray:
         tail = np.zeros(1, TAIL_ROW)
         tail["rank"], tail["status"] = self.rank, self.status
-        count = self._sizes["steps"]
+        count = self._count("steps")
         if count:
             last = self._read("steps", count - 1, 1)
             if not self._row_holds(last) and self.is_live and count > 1:

@@ -5,8 +5,9 @@ does not hold, HDF5 then believes that the writer is about to complete it, and w
 hundred steps, each twice as long as the one before; a file that was cut hangs its reader for good.
 
 Here HDF5 reads through a Python file that shows the superblock as a closed file has it, and zeros after
-the end, which moves while the file is read. A single-writer file is whole on the disk at any moment, in the order in which
-its parts refer to each other; what is caught half-written is read again, by us, a few times.
+the end, which moves while the file is read. A single-writer file is whole on the disk at any moment, in
+the order in which its parts refer to each other; what is caught half-written is read again, by us, a few
+times.
 
     superblock, version 3, 48 bytes
         11      consistency flags: not 0 while a writer has it open
