@@ -15,10 +15,13 @@ import safetensors.torch
 import torch
 from click.testing import CliRunner, Result
 
+import bitcheck
 from bitcheck.cli import main
 from bitcheck.errors import UnreadableFile
+from bitcheck.events import Phase
 from bitcheck.hashing import HashedTensor, hash_file
 from bitcheck.hooks.tensors import digest_tensor, dtype_name
+from bitcheck.run import open_run
 
 LONG_NAME = "model.layers[0]." + "very_long_block_name." * 5 + "weight"
 
@@ -149,6 +152,25 @@ def test_a_table_in_a_pipe_keeps_long_names_and_brackets_whole_on_one_line(tmp_p
     (line,) = [line for line in done.stdout.splitlines() if LONG_NAME in line]
     assert line.split() == [digest_tensor(torch.ones(3))[0].hex(), "float32", "[3]", "12", LONG_NAME]
     assert done.stdout.splitlines()[-1] == "1 tensors, 12 bytes, 1 other values not digested"
+
+
+def test_the_digests_of_a_checkpoint_are_those_that_a_run_holds(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with bitcheck.record(tmp_path / "run", model=model, optimizer=optimizer, level="state") as rec:
+        model(torch.randn(5, 3)).sum().backward()
+        optimizer.step()
+        rec.step()
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    with open_run(tmp_path / "run") as run:
+        step = run.rank(0).load(1)
+    recorded = {
+        site.path: bytes(digest)
+        for site, digest in zip(step.sites, step.digests, strict=True)
+        if site.phase in (Phase.PARAM, Phase.BUFFER)
+    }
+    assert len(recorded) == 7
+    assert {tensor.name: tensor.digest for tensor in hash_file(tmp_path / "state.pt").tensors} == recorded
 
 
 # --- files that are not what they should be
