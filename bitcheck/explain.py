@@ -233,13 +233,13 @@ def _computation(first: Origin, where: str, findings: Findings) -> list[str]:
         return _gradient(first, where, findings)
     if phase is Phase.BUFFER:
         return [
-            f"The buffer {_tensor(first)} is updated to other bits in {where}, while the batch, the parameters and the "
+            f"{_tensor(first)} is updated to other bits in {where}, while the batch, the parameters and the "
             f"state before it are equal.",
             *_also(first),
         ]
     if phase is Phase.EXTRA:
         return [
-            f"The tracked state {_tensor(first)} differs at the end of {where}, while everything recorded before it in "
+            f"{_tensor(first)} differs at the end of {where}, while everything recorded before it in "
             "the step is equal.",
             *_also(first),
         ]
@@ -280,7 +280,7 @@ def _gradient(first: Origin, where: str, findings: Findings) -> list[str]:
     has_local = Phase.BACKWARD in findings.phases
     if has_local:
         return [
-            f"The gradient {_tensor(first)} that the optimizer finds in {where} differs, while every gradient agreed "
+            f"{_tensor(first)}, the gradient that the optimizer finds in {where}, differs, while every gradient agreed "
             "as it left autograd: something between the backward pass and the optimizer (a hook, clipping, unscaling) "
             "changed it.",
             *_also(first),
@@ -291,7 +291,7 @@ def _gradient(first: Origin, where: str, findings: Findings) -> list[str]:
         if phase in findings.phases and not findings.phases[phase][1]
     ]
     agreed.append("the state before the step")
-    sentences = [f"The gradient {_tensor(first)} differs in {where}, while {_joined(agreed)} agree bit for bit."]
+    sentences = [f"{_tensor(first)} differs in {where}, while {_joined(agreed)} agree bit for bit."]
     if parted > 1:
         sentences.append(
             f"{parted} of {total} gradients differ; this one is the first of them that the backward pass computes."
@@ -313,7 +313,7 @@ def _gradient(first: Origin, where: str, findings: Findings) -> list[str]:
 def _collective(first: Origin, where: str, findings: Findings) -> list[str]:
     if first.phase == Phase.GRAD:
         return [
-            f"The gradient {_tensor(first)} that the optimizer finds in {where} differs, while every rank's own "
+            f"{_tensor(first)}, the gradient that the optimizer finds in {where}, differs, while every rank's own "
             "gradients agree as they leave autograd: the reduction over ranks gave another result.",
             *_also(first),
         ]

@@ -85,14 +85,15 @@ REMEDIES: tuple[Remedy, ...] = (
     ),
     Remedy(
         COMPUTED,
-        "Fix how the matrix product is split: same thread count (OMP_NUM_THREADS, torch.set_num_threads), on CUDA "
-        "CUBLAS_WORKSPACE_CONFIG=:4096:8 and one stream; keep batch shapes equal in both runs.",
+        "Keep the way in which the matrix product is split the same in both runs: the same thread count "
+        "(OMP_NUM_THREADS, torch.set_num_threads), the same batch shapes, on CUDA CUBLAS_WORKSPACE_CONFIG=:4096:8 and "
+        "one stream.",
         op=r"\b(aten[.:]+)?(addmm|mm|bmm|baddbmm|matmul|linear)(backward\d*)?\b",
     ),
     Remedy(
         _only(Cause.FORWARD),
         "Look at what writes the buffer in forward: an order-dependent reduction, a random draw, uninitialised "
-        "memory, or another formula with equal values and other bits. Record at --level module for a finer answer.",
+        "memory, or another formula with equal values and other bits.",
         phase="buffer",
     ),
     Remedy(

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from bitcheck.answer import Answer, Origin, Verdict
+from bitcheck.answer import Answer, Cause, Origin, Verdict
 
 MAX_ORIGINS = 5
 """Origins listed without `--all`."""
@@ -86,7 +86,12 @@ def headline(answer: Answer) -> str:
     if first is None:
         return f"DIVERGED: equal up to step {answer.aligned.last_step}, then one run ended (cause: {answer.cause})."
     rank = f" on rank {first.rank}" if answer.compared.ranks > 1 else ""
-    return f"DIVERGED in step {first.step}{rank}: {first.site} (cause: {answer.cause})"
+    when = f"in step {first.step}"
+    if answer.cause is Cause.INITIAL_STATE:
+        when = f"before step {first.step + 1}"
+    elif answer.cause is Cause.RESTORE:
+        when = f"on resuming after step {first.step}"
+    return f"DIVERGED {when}{rank}: {first.site} (cause: {answer.cause})"
 
 
 def sections(answer: Answer, show_all: bool = False) -> list[Section]:
@@ -117,7 +122,10 @@ def sections(answer: Answer, show_all: bool = False) -> list[Section]:
 
 
 def _where(answer: Answer, first: Origin) -> list[str]:
-    facts = [f"step {first.step}"]
+    is_snapshot = answer.cause in (Cause.INITIAL_STATE, Cause.RESTORE)
+    facts = [f"state after step {first.step}" if is_snapshot and first.step >= 0 else f"step {first.step}"]
+    if is_snapshot and first.step < 0:
+        facts = ["initial state"]
     if answer.compared.ranks > 1:
         facts.append(f"rank {first.rank}")
     facts.append(first.phase)
