@@ -119,9 +119,9 @@ def create_run(folder: Path, info: dict[str, Any], overwrite: bool) -> None:
             os.link(building, folder / RUN_FILE)  # fails where another recording was faster
         finally:
             building.unlink()
-    except FileExistsError:
-        raise RecordingError(_in_use(folder)) from None
-    except NotADirectoryError:
+    except (FileExistsError, NotADirectoryError):
+        if folder.is_dir():
+            raise RecordingError(_in_use(folder)) from None
         raise RecordingError(f"{folder} is a file; expected a folder for the run.\nChoose another --output.") from None
     except OSError as error:
         raise RecordingError(

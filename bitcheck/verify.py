@@ -119,6 +119,7 @@ class _RankCheck:
         self.damage: list[Damage] = []
         self.num_rows = self.num_events = 0
         self.is_sealed = False
+        self.chain: bytes | None = None
         reader = run.rank(rank)
         try:
             self._check_steps(reader)
@@ -152,6 +153,7 @@ class _RankCheck:
                 return self._report(name, "its counts do not follow from the step before")
             self.num_rows += 1
             self.num_events += len(step)
+        self.chain = chain
         return None
 
     def _check_seal(self, reader: RankReader) -> None:
@@ -170,4 +172,7 @@ class _RankCheck:
             return self._report(None, f"it has {num_bytes} bytes; its seal says {seal.get('num_bytes')}")
         if file_hash != seal.get("xxh3_128"):
             return self._report(None, "a byte of the file was changed after it was sealed")
+        of = (seal.get("file"), seal.get("num_rows"), seal.get("chain"))
+        if self.chain is not None and of != (self.path.name, reader.num_rows, self.chain.hex()):
+            return self._report(None, "its seal was made of another recording")
         return None
