@@ -269,7 +269,7 @@ class ModuleHooks:
                 site = Site(call.phase, call.root, call.path, slot, call.occurrence, call.is_eval)
                 known = builder.recorded(tensor)
                 sources = known if known else [*above.inputs, *above.children]
-                events = builder.add_tensor(site, tensor, above.group, sources)
+                events = builder.add_again(site, tensor, above.group, sources)
             else:
                 continue
             call.inputs += events
@@ -288,7 +288,7 @@ class ModuleHooks:
             sources = [*call.inputs, *call.children]
             for slot, tensor in outputs:
                 site = Site(call.phase, call.root, call.path, slot, call.occurrence, call.is_eval)
-                events = builder.add_tensor(site, tensor, call.group, sources)
+                events = builder.add_again(site, tensor, call.group, sources)
                 call.outputs += events
                 builder.remember(tensor, events)
                 if tensor.grad_fn is not None:

@@ -103,6 +103,15 @@ class Recorder:
     # --- attaching
 
     def start(self, model: nn.Module | None = None, search_optimizers: bool = False) -> None:
+        """Attach to this process for the first time; `model` is known by name before it is called.
+
+        With `search_optimizers` those are found that were made before. Raises UsageError as `attach`.
+        """
+        self.attach(search_optimizers)
+        if model is not None:
+            self.add_root(model)
+
+    def attach(self, search_optimizers: bool = False) -> None:
         """Attach to this process. Raises UsageError where a recorder is attached already."""
         global _active
         if _active is not None:
@@ -119,8 +128,6 @@ class Recorder:
             self.collectives.install()
         if self.ops is not None:
             self.ops.install()
-        if model is not None:
-            self.add_root(model)
 
     def stop(self, status: str = "complete") -> None:
         """End the step that is open, write what waits, detach. Does nothing the second time."""

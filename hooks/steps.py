@@ -78,12 +78,12 @@ class StepBuilder:
         """Events of recomputed calls, by module."""
         self._digesters = digesters
         self._counts: dict[tuple[Phase, str, str, str, bool], int] = {}
-        self._tickets: list[tuple[int, Ticket]] = []
-        self._remembered: dict[int, tuple[weakref.ref[torch.Tensor], list[int]]] = {}
+        self._tickets: dict[int, Ticket] = {}
+        self._remembered: dict[int, tuple[weakref.ref[torch.Tensor], int, list[int]]] = {}
 
     def remember(self, tensor: torch.Tensor, events: list[int]) -> None:
         """Note under which events a tensor was last recorded."""
-        self._remembered[id(tensor)] = (weakref.ref(tensor), events)
+        self._remembered[id(tensor)] = (weakref.ref(tensor), _version(tensor), events)
 
     def recorded(self, tensor: torch.Tensor) -> list[int]:
         """Return the events under which this very tensor was last recorded, [] if it was not.
@@ -91,7 +91,25 @@ class StepBuilder:
         Its bits may have changed since: the event that is made of it now then differs from them.
         """
         held = self._remembered.get(id(tensor))
-        return held[1] if held is not None and held[0]() is tensor else []
+        return held[2] if held is not None and held[0]() is tensor else []
+
+    def add_again(self, site: Site, tensor: torch.Tensor, group: int, inputs: Iterable[int]) -> list[int]:
+        """Record a tensor that may have been recorded before in this step.
+
+        On the CPU it is digested once more, so that a change which no version counter shows is seen.
+        On a device, where that costs memory bandwidth, a tensor of the same version keeps its digest.
+        """
+        held = self._remembered.get(id(tensor))
+        if tensor.is_cpu or held is None or held[0]() is not tensor or held[1] != _version(tensor) or len(held[2]) != 1:
+            return self.add_tensor(site, tensor, group, inputs)
+        known = self.record.events[held[2][0]]
+        index = len(self.record.events)
+        event = Event(site, known.dtype, known.shape, known.num_bytes, known.digest, known.leaves, group, tuple(inputs))
+        self.record.events.append(event)
+        ticket = self._tickets.get(held[2][0])
+        if ticket is not None:
+            self._tickets[index] = ticket
+        return [index]
 
     @property
     def step(self) -> int:
@@ -158,7 +176,7 @@ class StepBuilder:
                 self.miss(f"{site.text(False)}: {error}")
         for device, parts in waiting.items():
             tickets = self._digester(device).submit_many([part for _, part in parts])
-            self._tickets.extend((index, ticket) for (index, _), ticket in zip(parts, tickets, strict=True))
+            self._tickets.update((index, ticket) for (index, _), ticket in zip(parts, tickets, strict=True))
         return added
 
     def add_value(self, site: Site, value: object) -> list[int]:
@@ -192,7 +210,7 @@ class StepBuilder:
 
     def finish(self) -> StepRecord:
         """Wait for the digests that devices still owe and return the step."""
-        for index, ticket in self._tickets:
+        for index, ticket in self._tickets.items():
             event = self.record.events[index]
             event.digest, event.leaves = ticket.resolve()
         self._tickets.clear()
@@ -205,3 +223,7 @@ class StepBuilder:
 
             digester = self._digesters[device] = open_digester(device)
         return digester
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
