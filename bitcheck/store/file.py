@@ -89,7 +89,8 @@ class GrowingFile:
             if os.pread(file.fileno(), 1, 11) != b"\0":
                 raise OSError("this process still has it open for reading")
             code = bytes([STATUSES.index(status)])
-            seal = prepare_seal(self.path, self._status_offset, code, status=status, num_rows=num_rows, chain=chain)
+            changes = {self._status_offset: code}
+            seal = prepare_seal(self.path, changes, status=status, num_rows=num_rows, chain=chain)
             os.pwrite(file.fileno(), code, self._status_offset)
             seal.commit()
 

@@ -322,8 +322,16 @@ class RankReader:
             if cut.size:
                 raise OSError(f"it ends after {num_bytes} bytes, before its row {cut[0]}")
         if damaged.size:
-            raise self._damaged(None, f"row {damaged[0]} of its steps was changed")
+            raise self._damaged(self._plausible_step(table["step"], damaged[0]), f"row {damaged[0]} was changed")
         return table
+
+    @staticmethod
+    def _plausible_step(steps: np.ndarray, row: int) -> int | None:
+        """Return the step that a damaged row says it is, where it lies between its neighbours."""
+        step = int(steps[row])
+        if (row and step <= int(steps[row - 1])) or (row + 1 < len(steps) and step >= int(steps[row + 1])):
+            return None
+        return step
 
     def _row_holds(self, row: np.ndarray) -> bool:
         return int(row["check"][0]) == row_check(row.tobytes()) and not (

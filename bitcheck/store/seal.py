@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import xxhash
@@ -49,9 +50,9 @@ class PreparedSeal(NamedTuple):
         os.replace(self.building, self.target)
 
 
-def prepare_seal(path: Path, offset: int, byte: bytes, *, status: str, num_rows: int, chain: bytes) -> PreparedSeal:
-    """Seal the closed file `path` as it will be with `byte` at `offset`. Raises OSError."""
-    num_bytes, file_hash = hash_file(path, {offset: byte})
+def prepare_seal(path: Path, changes: Mapping[int, bytes], *, status: str, num_rows: int, chain: bytes) -> PreparedSeal:
+    """Seal the closed file `path` as it will be after `changes` (offset -> one byte). Raises OSError."""
+    num_bytes, file_hash = hash_file(path, changes)
     seal = {
         "schema": SCHEMA,
         "file": path.name,
@@ -91,7 +92,7 @@ def read_seal(path: Path) -> dict[str, Any] | None:
     return seal
 
 
-def hash_file(path: Path, changes: Mapping[int, bytes] | None = None) -> tuple[int, str]:
+def hash_file(path: Path, changes: Mapping[int, bytes] = MappingProxyType({})) -> tuple[int, str]:
     """Return (size in bytes, XXH3-128 in hex) of a file, as if `changes` (offset -> one byte) were made.
 
     Raises OSError.
@@ -100,7 +101,7 @@ def hash_file(path: Path, changes: Mapping[int, bytes] | None = None) -> tuple[i
     num_bytes = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
-            for offset, byte in (changes or {}).items():
+            for offset, byte in changes.items():
                 if num_bytes <= offset < num_bytes + len(block):
                     at = offset - num_bytes
                     block = block[:at] + byte + block[at + 1 :]

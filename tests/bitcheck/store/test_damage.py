@@ -224,7 +224,7 @@ def test_a_row_that_was_changed_without_its_check_says_so(finished: Path, tmp_pa
         file["steps"][:] = table
 
     edit(path, change)
-    with pytest.raises(DamagedStep, match="row 3 of its steps was changed") as caught:
+    with pytest.raises(DamagedStep, match="row 3 was changed") as caught:
         read_everything(path)
     check_sentence(caught.value, path)
 
