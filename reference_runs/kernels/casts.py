@@ -67,7 +67,9 @@ def scale_of_amax(amax_bits, POWER_OF_TWO: tl.constexpr):
 
 def reference_scale(amax: torch.Tensor, power_of_two: bool = False) -> torch.Tensor:
     """Return the scale of tiles from their amax (float32, any shape) in plain PyTorch."""
-    scale = amax.float().clamp(min=AMAX_FLOOR) / E4M3_MAX
+    floored = amax.float().clamp(min=AMAX_FLOOR)
+    # By a tensor: on a GPU PyTorch multiplies by the reciprocal of a number, which rounds twice.
+    scale = floored / torch.full_like(floored, E4M3_MAX)
     if not power_of_two:
         return scale
     bits = scale.view(torch.int32)

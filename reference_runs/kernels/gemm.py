@@ -33,8 +33,6 @@ GROUP_M = 8
 """Row tiles that walk the columns together, so that the right operand's tiles stay in L2."""
 NUM_WARPS = 4
 NUM_STAGES = 3
-SPECIALIZE = False
-"""Whether some warps only load, and the others only multiply (warp specialisation)."""
 ALIGNMENT = 16
 """Bytes: the copy engine wants row strides that are a multiple of this."""
 
@@ -44,14 +42,13 @@ def accumulate_tile(
     lhs_desc, rhs_desc, lhs_scale_ptrs, rhs_scale_ptrs, lhs_row, rhs_row, block_begin, block_end,
     stride_lsb, stride_rsb,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK_K: tl.constexpr, RHS_BY_ROW: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     """Return the float32 tile [TILE_M, TILE_N] of lhs @ rhs^T over K blocks block_begin .. block_end - 1.
 
     lhs_scale_ptrs [TILE_M] and rhs_scale_ptrs ([TILE_N] if RHS_BY_ROW, else one) point at K block 0.
     """
     total = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
-    for block in tl.range(block_begin, block_end, warp_specialize=SPECIALIZE):  # K ascending: the order of the sum
+    for block in range(block_begin, block_end):  # K ascending: the order of the sum
         lhs = lhs_desc.load([lhs_row, block * BLOCK_K])
         rhs = rhs_desc.load([rhs_row, block * BLOCK_K])
         lhs_scale = tl.load(lhs_scale_ptrs + block * stride_lsb)
@@ -69,7 +66,7 @@ def _gemm_kernel(
     lhs_desc, rhs_desc, lhs_scale_ptr, rhs_scale_ptr, out_ptr, num_rows, num_cols, num_blocks,
     stride_lsr, stride_lsb, stride_rsr, stride_rsb, stride_or,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    RHS_BY_ROW: tl.constexpr, ACCUMULATE: tl.constexpr, SPECIALIZE: tl.constexpr,
+    RHS_BY_ROW: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     tiles_m = tl.cdiv(num_rows, TILE_M)
@@ -88,7 +85,7 @@ def _gemm_kernel(
         rhs_scale_ptrs = rhs_scale_ptr + tile_n * stride_rsr
     out = accumulate_tile(
         lhs_desc, rhs_desc, lhs_scale_ptrs, rhs_scale_ptrs, tile_m * TILE_M, tile_n * TILE_N, 0, num_blocks,
-        stride_lsb, stride_rsb, TILE_M, TILE_N, BLOCK_K, RHS_BY_ROW, SPECIALIZE,
+        stride_lsb, stride_rsb, TILE_M, TILE_N, BLOCK_K, RHS_BY_ROW,
     )  # fmt: skip
     out_ptrs = out_ptr + rows[:, None].to(tl.int64) * stride_or + cols[None, :]
     mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
@@ -136,7 +133,7 @@ def gemm(
         tile_descriptor(lhs.values, TILE_M), tile_descriptor(rhs.values, TILE_N), lhs.scales, rhs.scales, out,
         num_rows, num_cols, triton.cdiv(num_k, BLOCK), *lhs.scales.stride(), *rhs.scales.stride(), out.stride(0),
         TILE_M=TILE_M, TILE_N=TILE_N, BLOCK_K=BLOCK, GROUP_M=GROUP_M, RHS_BY_ROW=rhs.rows_per_scale == 1,
-        ACCUMULATE=accumulate, SPECIALIZE=SPECIALIZE, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        ACCUMULATE=accumulate, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return out
 

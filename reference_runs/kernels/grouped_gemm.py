@@ -36,7 +36,6 @@ import triton.language as tl
 from bitcheck.reference_runs.kernels.gemm import (
     NUM_STAGES,
     NUM_WARPS,
-    SPECIALIZE,
     TILE_M,
     TILE_N,
     accumulate_tile,
@@ -53,19 +52,21 @@ DprobForm = Literal["slots", "serial", "atomic"]
 def _grouped_gemm_kernel(
     lhs_desc, rhs_desc, lhs_scale_ptr, rhs_scale_ptr, out_ptr, tile_expert_ptr, tile_begin_ptr, tile_end_ptr,
     num_rows, num_cols, num_blocks, stride_lsr, stride_lsb, stride_rse, stride_rsr, stride_rsb,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, SPECIALIZE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     tile_n = tl.program_id(0)
     tile = tl.program_id(1) // PARTS
     expert = tl.load(tile_expert_ptr + tile)
     begin = tl.load(tile_begin_ptr + tile) + tl.program_id(1) % PARTS * TILE_M
     end = tl.load(tile_end_ptr + tile)
+    if begin >= end:
+        return
     rows = begin + tl.arange(0, TILE_M)
     cols = tile_n * TILE_N + tl.arange(0, TILE_N)
     out = accumulate_tile(
         lhs_desc, rhs_desc, lhs_scale_ptr + tl.minimum(rows, num_rows - 1) * stride_lsr,
         rhs_scale_ptr + expert * stride_rse + tile_n * stride_rsr, begin, expert * num_cols + tile_n * TILE_N,
-        0, tl.where(begin < end, num_blocks, 0), stride_lsb, stride_rsb, TILE_M, TILE_N, BLOCK_K, False, SPECIALIZE,
+        0, num_blocks, stride_lsb, stride_rsb, TILE_M, TILE_N, BLOCK_K, False,
     )  # fmt: skip
     mask = (rows < end)[:, None] & (cols < num_cols)[None, :]
     out_ptrs = out_ptr + rows[:, None].to(tl.int64) * num_cols + cols[None, :]
@@ -131,7 +132,7 @@ def _dswiglu_kernel(
     dy = accumulate_tile(
         lhs_desc, rhs_desc, lhs_scale_ptr + tl.minimum(rows, num_rows - 1) * stride_lsr,
         rhs_scale_ptr + expert * stride_rse + tile_n * stride_rsr, begin, expert * num_cols + tile_n * TILE_N,
-        0, num_blocks, stride_lsb, stride_rsb, TILE_M, TILE_N, BLOCK_K, False, False,
+        0, num_blocks, stride_lsb, stride_rsb, TILE_M, TILE_N, BLOCK_K, False,
     )  # fmt: skip
 
     # The epilogue takes the tile's columns in two halves, left before right: half the registers.
@@ -189,7 +190,7 @@ def grouped_gemm(
             tile_descriptor(lhs.values, TILE_M), tile_descriptor(rhs.values, TILE_N), lhs.scales, rhs.scales, out,
             schedule.tile_expert, schedule.tile_begin, schedule.tile_end, num_rows, num_cols,
             triton.cdiv(num_k, BLOCK), *lhs.scales.stride(), *rhs.scales.stride(),
-            TILE_M=TILE_M, TILE_N=TILE_N, BLOCK_K=BLOCK, PARTS=parts, SPECIALIZE=SPECIALIZE,
+            TILE_M=TILE_M, TILE_N=TILE_N, BLOCK_K=BLOCK, PARTS=parts,
             num_warps=NUM_WARPS, num_stages=NUM_STAGES,
         )  # fmt: skip
     return out

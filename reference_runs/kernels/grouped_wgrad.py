@@ -32,7 +32,6 @@ TILE_N = 64
 TILE_C = 128
 NUM_WARPS = 4
 NUM_STAGES = 3
-SPECIALIZE = False
 
 
 @triton.jit
@@ -40,7 +39,6 @@ def _wgrad_kernel(
     dy_desc, x_desc, dy_scale_ptr, x_scale_ptr, out_ptr, expert_tiles_ptr, num_rows, num_cols, tiles_c,
     num_parts, stride_part,
     TILE_N: tl.constexpr, TILE_C: tl.constexpr, BLOCK_T: tl.constexpr, FORM: tl.constexpr, ACCUMULATE: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     # Parts of one tile run fastest, so they are launched side by side.
     part = tl.program_id(0) % num_parts
@@ -56,7 +54,7 @@ def _wgrad_kernel(
     cols = tile_c * TILE_C + tl.arange(0, TILE_C)
     out = accumulate_tile(
         dy_desc, x_desc, dy_scale_ptr + tl.minimum(rows, num_rows - 1), x_scale_ptr + tl.minimum(cols, num_cols - 1),
-        tile_n * TILE_N, tile_c * TILE_C, begin, end, num_rows, num_cols, TILE_N, TILE_C, BLOCK_T, True, SPECIALIZE,
+        tile_n * TILE_N, tile_c * TILE_C, begin, end, num_rows, num_cols, TILE_N, TILE_C, BLOCK_T, True,
     )  # fmt: skip
     mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
     matrix = expert.to(tl.int64) * num_rows * num_cols
@@ -109,7 +107,6 @@ def grouped_wgrad(
         tile_descriptor(dy.values, TILE_N), tile_descriptor(x.values, TILE_C), dy.scales, x.scales, target,
         schedule.expert_tiles, num_rows, num_cols, tiles_c, num_parts, out.numel(),
         TILE_N=TILE_N, TILE_C=TILE_C, BLOCK_T=BLOCK, FORM=form, ACCUMULATE=accumulate and not in_slots,
-        SPECIALIZE=SPECIALIZE,
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     return sum_slots(target, out=out, accumulate=accumulate) if in_slots else out

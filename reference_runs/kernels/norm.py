@@ -23,7 +23,7 @@ from bitcheck.reference_runs.kernels.slots import sum_slots
 
 DweightForm = Literal["two-stage", "atomic"]
 EPS = 1e-6
-NUM_PARTS = 1024
+NUM_PARTS = 512
 
 
 @triton.jit

@@ -4,8 +4,7 @@
 
 In chunks of L tokens, c_l the running sum of dt A inside the chunk, H the state at its start:
 
-    added_g = sum over m of exp(c_L - c_m) dt_m x_m B_m^T                   one program a chunk and head
-    H_{g+1} = exp(c_L) H_g + added_g                                        one program walks the chunks
+    H_{g+1} = exp(c_L) H_g + sum over m of exp(c_L - c_m) dt_m x_m B_m^T    one program walks all chunks
     y_l     = sum over m <= l of (C_l . B_m) exp(c_l - c_m) dt_m x_m        one program a chunk and head
             + exp(c_l) H C_l + D x_l
 
@@ -28,11 +27,12 @@ import triton.language as tl
 PRECISION = tl.constexpr("tf32")
 TILE_P = 64
 """Elements of P that a program works on."""
-PASS_BLOCK = 512
-"""Elements of a state that a program carries from chunk to chunk."""
-NUM_WARPS = 8
+PASS_TILE_P = 32
+"""Elements of P that a program carries from chunk to chunk."""
+NUM_WARPS = 4
 NUM_STAGES = 1
-"""One: loads of the next head or chunk ahead of time would need more shared memory than there is."""
+PASS_STAGES = 3
+"""Chunks in flight where one program walks them all: it has little else to hide a load behind."""
 
 
 class Operands(NamedTuple):
@@ -81,44 +81,33 @@ def load_tile(
 
 
 @triton.jit
-def _added_kernel(
+def _states_kernel(
     x_ptr, dt_ptr, a_ptr, b_ptr, decay_sum_ptr, states_ptr, num_chunks, num_heads, head_dim, state_dim,
     stride_xb, stride_xs, stride_xh, stride_dtb, stride_dts, stride_bb, stride_bs,
     L: tl.constexpr, TILE_P: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    tile_p, head = tl.program_id(0), tl.program_id(1)
-    seq, chunk = tl.program_id(2) // num_chunks, tl.program_id(2) % num_chunks
-    first = chunk * L
+    tile_p, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     positions = tl.arange(0, L)
-    dt_ptrs = dt_ptr + seq.to(tl.int64) * stride_dtb + (first + positions).to(tl.int64) * stride_dts + head
-    dt = tl.load(dt_ptrs).to(tl.float32)
-    decay_sum = tl.cumsum(dt * tl.load(a_ptr + head), axis=0)
-    cell = tl.program_id(2).to(tl.int64) * num_heads + head
-    if tile_p == 0:
-        tl.store(decay_sum_ptr + cell * L + positions, decay_sum)
-    total = tl.sum(tl.where(positions == L - 1, decay_sum, 0.0))
-    x_base = x_ptr + seq.to(tl.int64) * stride_xb + head * stride_xh
-    x = load_tile(x_base, stride_xs, first, head_dim, tile_p * TILE_P, L, TILE_P)
-    b = load_tile(b_ptr + seq.to(tl.int64) * stride_bb, stride_bs, first, state_dim, 0, L, TILE_N)
-    x_weighted = x * (dt * tl.exp(total - decay_sum))[:, None]
-    added = tl.dot(tl.trans(x_weighted), b, input_precision=PRECISION)
     ps, ns = tile_p * TILE_P + tl.arange(0, TILE_P), tl.arange(0, TILE_N)
-    out = states_ptr + cell * head_dim * state_dim + ps[:, None] * state_dim + ns[None, :]
-    tl.store(out, added, mask=(ps < head_dim)[:, None] & (ns < state_dim)[None, :])
-
-
-@triton.jit
-def _pass_kernel(states_ptr, decay_sum_ptr, num_chunks, num_heads, size, L: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    head, seq = tl.program_id(1), tl.program_id(2)
-    mask = at < size
-    state = tl.zeros((BLOCK,), dtype=tl.float32)
+    mask = (ps < head_dim)[:, None] & (ns < state_dim)[None, :]
+    a = tl.load(a_ptr + head)
+    state = tl.zeros((TILE_P, TILE_N), dtype=tl.float32)
     for chunk in range(num_chunks):  # in the order of time: the order of the sum
-        cell = (tl.cast(seq * num_chunks + chunk, tl.int64)) * num_heads + head
-        decay = tl.exp(tl.load(decay_sum_ptr + cell * L + L - 1))
-        added = tl.load(states_ptr + cell * size + at, mask=mask, other=0.0)
-        tl.store(states_ptr + cell * size + at, state, mask=mask)
-        state = state * decay + added
+        first = chunk * L
+        cell = (seq * num_chunks + chunk) * num_heads + head
+        dt_ptrs = dt_ptr + seq * stride_dtb + (first + positions).to(tl.int64) * stride_dts + head
+        dt = tl.load(dt_ptrs).to(tl.float32)
+        decay_sum = tl.cumsum(dt * a, axis=0)
+        if tile_p == 0:
+            tl.store(decay_sum_ptr + cell * L + positions, decay_sum)
+        out = states_ptr + cell * head_dim * state_dim + ps[:, None] * state_dim + ns[None, :]
+        tl.store(out, state, mask=mask)
+        total = tl.sum(tl.where(positions == L - 1, decay_sum, 0.0))
+        x_base = x_ptr + seq * stride_xb + head * stride_xh
+        x = load_tile(x_base, stride_xs, first, head_dim, tile_p * TILE_P, L, TILE_P)
+        b = load_tile(b_ptr + seq * stride_bb, stride_bs, first, state_dim, 0, L, TILE_N)
+        x_weighted = x * (dt * tl.exp(total - decay_sum))[:, None]
+        state = state * tl.exp(total) + tl.dot(tl.trans(x_weighted), b, input_precision=PRECISION)
 
 
 @triton.jit
@@ -180,15 +169,12 @@ def chunk_states(operands: Operands, shape: Shape) -> tuple[torch.Tensor, torch.
     lead = (shape.num_seqs, shape.num_chunks, shape.num_heads)
     decay_sum = torch.empty(*lead, shape.chunk, dtype=torch.float32, device=x.device)
     states = torch.empty(*lead, shape.head_dim, shape.state_dim, dtype=torch.float32, device=x.device)
-    _added_kernel[(shape.tiles_p, shape.num_heads, shape.num_seqs * shape.num_chunks)](
+    tile_p = min(PASS_TILE_P, shape.tile_p)
+    _states_kernel[(triton.cdiv(shape.head_dim, tile_p), shape.num_heads, shape.num_seqs)](
         x, dt, a, b, decay_sum, states, shape.num_chunks, shape.num_heads, shape.head_dim, shape.state_dim,
         *x.stride()[:3], *dt.stride()[:2], *b.stride()[:2],
-        L=shape.chunk, TILE_P=shape.tile_p, TILE_N=shape.tile_n, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        L=shape.chunk, TILE_P=tile_p, TILE_N=shape.tile_n, num_warps=4, num_stages=PASS_STAGES,
     )  # fmt: skip
-    size = shape.head_dim * shape.state_dim
-    _pass_kernel[(triton.cdiv(size, PASS_BLOCK), shape.num_heads, shape.num_seqs)](
-        states, decay_sum, shape.num_chunks, shape.num_heads, size, L=shape.chunk, BLOCK=PASS_BLOCK, num_warps=4
-    )
     return decay_sum, states
 
 

@@ -26,8 +26,8 @@ import triton.language as tl
 
 from bitcheck.reference_runs.kernels.slots import sum_slots
 from bitcheck.reference_runs.kernels.ssm import (
-    NUM_STAGES,
-    PASS_BLOCK,
+    PASS_STAGES,
+    PASS_TILE_P,
     PRECISION,
     Operands,
     Shape,
@@ -37,9 +37,10 @@ from bitcheck.reference_runs.kernels.ssm import (
 )
 
 ScanForm = Literal["workspace", "atomic"]
-HEADS = 8
+HEADS = 16
 """Heads that a program takes."""
 NUM_WARPS = 8
+NUM_STAGES = 2
 
 
 @triton.jit
@@ -48,31 +49,22 @@ def _dstates_kernel(
     stride_dyb, stride_dys, stride_dyh, stride_cb, stride_cs,
     L: tl.constexpr, TILE_P: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    tile_p, head = tl.program_id(0), tl.program_id(1)
-    seq, chunk = (tl.program_id(2) // num_chunks).to(tl.int64), tl.program_id(2) % num_chunks
-    cell = tl.program_id(2).to(tl.int64) * num_heads + head
-    decay_sum = tl.load(decay_sum_ptr + cell * L + tl.arange(0, L))
-    dy_base = dy_ptr + seq * stride_dyb + head * stride_dyh
-    dy = load_tile(dy_base, stride_dys, chunk * L, head_dim, tile_p * TILE_P, L, TILE_P)
-    c = load_tile(c_ptr + seq * stride_cb, stride_cs, chunk * L, state_dim, 0, L, TILE_N)
-    dstate = tl.dot(tl.trans(dy * tl.exp(decay_sum)[:, None]), c, input_precision=PRECISION)
+    tile_p, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     ps, ns = tile_p * TILE_P + tl.arange(0, TILE_P), tl.arange(0, TILE_N)
-    out = dstates_ptr + cell * head_dim * state_dim + ps[:, None] * state_dim + ns[None, :]
-    tl.store(out, dstate, mask=(ps < head_dim)[:, None] & (ns < state_dim)[None, :])
-
-
-@triton.jit
-def _pass_back_kernel(dstates_ptr, decay_sum_ptr, num_chunks, num_heads, size, L: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    head, seq = tl.program_id(1), tl.program_id(2)
-    mask = at < size
-    carried = tl.zeros((BLOCK,), dtype=tl.float32)
+    mask = (ps < head_dim)[:, None] & (ns < state_dim)[None, :]
+    dstate = tl.zeros((TILE_P, TILE_N), dtype=tl.float32)
     for step in range(num_chunks):  # last chunk first: the order of the sum
-        cell = tl.cast(seq * num_chunks + num_chunks - 1 - step, tl.int64) * num_heads + head
-        decay = tl.exp(tl.load(decay_sum_ptr + cell * L + L - 1))
-        own = tl.load(dstates_ptr + cell * size + at, mask=mask, other=0.0)
-        tl.store(dstates_ptr + cell * size + at, carried, mask=mask)
-        carried = own + carried * decay
+        chunk = num_chunks - 1 - step
+        cell = (seq * num_chunks + chunk) * num_heads + head
+        out = dstates_ptr + cell * head_dim * state_dim + ps[:, None] * state_dim + ns[None, :]
+        tl.store(out, dstate, mask=mask)
+        decay_sum = tl.load(decay_sum_ptr + cell * L + tl.arange(0, L))
+        total = tl.load(decay_sum_ptr + cell * L + L - 1)
+        dy_base = dy_ptr + seq * stride_dyb + head * stride_dyh
+        dy = load_tile(dy_base, stride_dys, chunk * L, head_dim, tile_p * TILE_P, L, TILE_P)
+        c = load_tile(c_ptr + seq * stride_cb, stride_cs, chunk * L, state_dim, 0, L, TILE_N)
+        own = tl.dot(tl.trans(dy * tl.exp(decay_sum)[:, None]), c, input_precision=PRECISION)
+        dstate = own + dstate * tl.exp(total)
 
 
 @triton.jit
@@ -253,13 +245,10 @@ def _state_gradients(dy: torch.Tensor, c: torch.Tensor, decay_sum: torch.Tensor,
     """Return the gradient of the state after each chunk, float32 [B, G, H, P, N]."""
     lead = (shape.num_seqs, shape.num_chunks, shape.num_heads)
     dstates = torch.empty(*lead, shape.head_dim, shape.state_dim, dtype=torch.float32, device=dy.device)
-    _dstates_kernel[(shape.tiles_p, shape.num_heads, shape.num_seqs * shape.num_chunks)](
+    tile_p = min(PASS_TILE_P, shape.tile_p)
+    _dstates_kernel[(triton.cdiv(shape.head_dim, tile_p), shape.num_heads, shape.num_seqs)](
         dy, c, decay_sum, dstates, shape.num_chunks, shape.num_heads, shape.head_dim, shape.state_dim,
-        *dy.stride()[:3], *c.stride()[:2], L=shape.chunk, TILE_P=shape.tile_p, TILE_N=shape.tile_n, num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
+        *dy.stride()[:3], *c.stride()[:2], L=shape.chunk, TILE_P=tile_p, TILE_N=shape.tile_n,
+        num_warps=4, num_stages=PASS_STAGES,
     )  # fmt: skip
-    size = shape.head_dim * shape.state_dim
-    _pass_back_kernel[(triton.cdiv(size, PASS_BLOCK), shape.num_heads, shape.num_seqs)](
-        dstates, decay_sum, shape.num_chunks, shape.num_heads, size, L=shape.chunk, BLOCK=PASS_BLOCK, num_warps=4
-    )
     return dstates

@@ -12,7 +12,8 @@ from bitcheck.reference_runs.kernels import ssm_backward
 from bitcheck.reference_runs.kernels.ssm import Operands, reference_scan, scan_forward
 from bitcheck.reference_runs.kernels.ssm_backward import ScanForm, scan_backward
 
-TOLERANCE = 2e-5
+TOLERANCE = 3e-3 if torch.cuda.is_available() else 2e-5
+"""On a GPU the operands of products are rounded to TF32."""
 NAMES = ("x", "dt", "A", "B", "C", "D")
 
 
