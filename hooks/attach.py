@@ -133,8 +133,6 @@ class Attachment:
         self._is_refused = False
         self._pid = 0
         """The process that records, 0 as long as none does."""
-        self._descriptors: list[int] = []
-        """The open rank file."""
         self._recorder = Recorder(
             self._open_store,
             level=Level(options.level),
@@ -191,7 +189,6 @@ class Attachment:
             leave_word(settings, "refused", rank=placement.rank)
             return _Nowhere()
         self._pid = os.getpid()
-        self._descriptors = descriptors_of(path)
         leave_word(settings, "claimed", rank=placement.rank, world_size=placement.world_size)
         self._note_first_step("stepped")
         call_at_end(self._end)
@@ -227,17 +224,11 @@ class Attachment:
     # --- processes that do not record
 
     def _after_fork(self) -> None:
-        """In a forked process: leave the recorded process's file alone, for good."""
+        """In a process forked from one that records: record nothing (the store leaves the file alone)."""
         if not self._pid:
             return  # it does not record yet, and either of the two may be the one that trains
         self._recorder.detach()
-        # HDF5 flushes what it holds when this process ends. Its copy of the file now leads nowhere.
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for descriptor in self._descriptors:
-            os.dup2(nowhere, descriptor, inheritable=False)
-        os.close(nowhere)
         self._pid = 0
-        self._descriptors = []
         self._note_first_step("refused", rank=self._placement.rank)
 
     def _after_process_start(self) -> None:
@@ -264,15 +255,3 @@ class _Nowhere:
 
     def close(self, status: str) -> None:
         """Do nothing."""
-
-
-def descriptors_of(path: Path) -> list[int]:
-    """Return this process's open descriptors of a file."""
-    wanted = path.stat()
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            status = os.fstat(int(name))
-            if (status.st_dev, status.st_ino) == (wanted.st_dev, wanted.st_ino):
-                found.append(int(name))
-    return found
