@@ -73,6 +73,7 @@ def time_calls(calls: Sequence[Call], *, rounds: int = 30, target_ms: float = 4.
     graphs = []
     for call in calls:
         side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             call()
             call()
@@ -293,6 +294,14 @@ def bench_experts(report: Report, peak: float) -> None:
                     ratio(timing, timings[0]),
                 ]
             )
+    bf16 = [randn(num_rows, D_MODEL), randn(NUM_EXPERTS, 2 * D_EXPERT, D_MODEL).transpose(1, 2)]
+    ends = make_routing(False)[1:]
+    (timing,) = time_calls([partial(torch.nn.functional.grouped_mm, *bf16, offs=ends)])
+    speed = 2 * flops / timing.median_ms
+    gemm_rows.append(
+        ["up in BF16, torch grouped_mm", f"{timing.median_ms:.3f}", f"{speed / 1e12:.0f}", f"{speed / peak:.2f}"]
+    )
+    wgrad_rows += bench_small_wgrad()
     report.add("", "## Grouped GEMM over 64 experts", "", f"{num_rows} rows, widths {D_MODEL} and {D_EXPERT}.")
     report.table("product | ms | TFLOP/s | of peak", gemm_rows)
     report.add(
@@ -301,6 +310,28 @@ def bench_experts(report: Report, peak: float) -> None:
     report.table("form | ms | atomic, ms | form / atomic", dprob_rows)
     report.add("", "## Grouped wgrad, added to a float32 gradient")
     report.table("form | ms | TFLOP/s | form / atomic in 2 parts", wgrad_rows)
+
+
+def bench_small_wgrad() -> list[list[str]]:
+    """Return rows for one weight of few tiles and many tokens, where splitting the tokens pays."""
+    num_tokens, num_rows, num_cols = 16384, 576, D_MODEL
+    schedule = schedule_groups(torch.tensor([0, num_tokens], dtype=torch.int32, device="cuda"), num_tokens)
+    dy, x = (quantise_columns(randn(num_tokens, width), schedule) for width in (num_rows, num_cols))
+    out = torch.zeros(1, num_rows, num_cols, device="cuda")
+    forms: list[tuple[WgradForm, int]] = [("atomic", 4), ("workspace", 1), ("workspace", 4), ("atomic", 8)]
+    forms.append(("workspace", 8))
+    timings = time_calls(
+        [partial(grouped_wgrad, dy, x, schedule, form=form, num_parts=parts, out=out) for form, parts in forms]
+    )
+    return [
+        [
+            f"{form}, {parts} parts, one weight {num_rows} x {num_cols}, {num_tokens} tokens",
+            f"{timing.median_ms:.3f}",
+            f"{2e-9 * num_tokens * num_rows * num_cols / timing.median_ms:.0f}",
+            ratio(timing, timings[0]) + " of 4 parts",
+        ]
+        for (form, parts), timing in zip(forms, timings, strict=True)
+    ]
 
 
 def bench_reductions(report: Report, bandwidth: float) -> None:
