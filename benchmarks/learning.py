@@ -85,8 +85,8 @@ def _describe(
     lines = [
         f"# Loss in FP8 and in BF16: `{trainer.config.name}`, {steps} steps",
         "",
-        f"{hardware}, {torch.get_num_threads()} threads, PyTorch {torch.__version__}, Python {platform.python_version()}"
-        + (f", {date}" if date else ""),
+        f"{hardware}, {torch.get_num_threads()} of its cores in use, PyTorch {torch.__version__},"
+        f" Python {platform.python_version()}" + (f", {date}" if date else ""),
         "",
         f"    python -m benchmarks.learning {' '.join(sys.argv[1:])}",
         "",

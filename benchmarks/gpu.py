@@ -1,0 +1,253 @@
+"""What recording costs a training step on a GPU: bare, each level, and the peers, interleaved in one run.
+
+    python -m benchmarks.gpu --out benchmarks/results/gpu_overhead_h200_DATE.md
+
+The model is a GPT of 936 M parameters in bfloat16 (16 layers, width 2048, 16 heads, sequence 2048,
+batch 4, vocabulary 32,000) under fused AdamW: 8,192 tokens a step, 65,536 with accumulation. A block
+is a few steps in a row with one wait for the device at each end; blocks of all variants take turns,
+and a ratio is the median over the rounds of a variant's block to the bare block of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import nn
+from torch.utils._debug_mode import DebugMode
+
+import bitcheck
+from bitcheck.errors import BitcheckError
+from bitcheck.events import Level, StepKind
+from bitcheck.hooks.recorder import Recorder
+from bitcheck.store import RankReader, RankWriter
+
+
+class Attention(nn.Module):
+    """Causal self-attention, bfloat16 [B, T, D] -> [B, T, D]."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x_BTD.shape
+        q, k, v = self.qkv(x_BTD).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(width), Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False))
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        x_BTD = x_BTD + self.attn(self.norm1(x_BTD))
+        return x_BTD + self.mlp(self.norm2(x_BTD))
+
+
+class GPT(nn.Module):
+    """Decoder with learned positions and an untied head; returns the loss."""
+
+    def __init__(self, layers: int, width: int, heads: int, length: int, vocabulary: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        x_BTD = self.tokens(tokens_BT) + self.positions(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        logits = self.head(self.norm(x_BTD))
+        return F.cross_entropy(logits.flatten(0, 1), targets_BT.flatten())
+
+
+class Job:
+    """The training that is measured; every variant trains it on."""
+
+    def __init__(self, layers: int = 16, batch: int = 4, length: int = 2048) -> None:
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            self.model = GPT(layers, 2048, 16, length, 32_000).to(torch.bfloat16)
+            self.data = torch.randint(0, 32_000, (8, batch, length + 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+
+    def step(self, micro_batches: int = 1) -> None:
+        """Run one optimizer step over `micro_batches` batches."""
+        for index in range(micro_batches):
+            rows = self.data[index]
+            (self.model(rows[:, :-1], rows[:, 1:]) / micro_batches).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> list[torch.Tensor]:
+        """Return everything that level `state` covers."""
+        parameters = list(self.model.parameters())
+        moments = [value for state in self.optimizer.state.values() for value in state.values() if value.is_cuda]
+        return [*parameters, *(p.grad for p in parameters if p.grad is not None), *moments]
+
+
+class RecordedJob:
+    """The job under a recorder of one level, attached for this variant's blocks only."""
+
+    def __init__(self, job: Job, level: Level, folder: Path) -> None:
+        self.job, self.path = job, folder / f"{level}.h5"
+        self.recorder = Recorder(
+            lambda: RankWriter(
+                self.path, rank=0, world_size=1, level=level, run_id="gpu", leaf_limit_bytes=2**20
+            ),
+            level=level,
+            on_trouble=_give_up,
+        )  # fmt: skip
+        self.recorder.optimizers.add(job.optimizer)
+        self.recorder.add_root(job.model)
+
+    def block(self, steps: int, micro_batches: int) -> None:
+        """Run a few recorded steps."""
+        self.recorder.attach()
+        try:
+            for _ in range(steps):
+                self.job.step(micro_batches)
+                self.recorder.step()
+        finally:
+            self.recorder.detach()
+
+    def bytes_a_step(self) -> tuple[int, int]:
+        """Return (events, bytes) of the last whole step that was recorded."""
+        with RankReader(self.path) as reader:
+            table = reader.table
+            last = table[table["kind"] == int(StepKind.STEP)][-1]
+            return int(last["num_events"]), int(last["num_bytes"])
+
+
+def _give_up(error: BitcheckError) -> None:
+    raise error
+
+
+def naive_block(job: Job, steps: int, micro_batches: int) -> None:
+    """Copy everything to the host and hash it there."""
+    for _ in range(steps):
+        job.step(micro_batches)
+        for tensor in job.state():
+            hashlib.md5(tensor.detach().cpu().view(torch.uint8).numpy().tobytes()).digest()
+
+
+def debug_block(job: Job, steps: int, micro_batches: int, kind: str) -> None:
+    """PyTorch's DebugMode, hashing what every operation reads and writes."""
+    for _ in range(steps):
+        with DebugMode(), DebugMode.log_tensor_hashes(kind, hash_inputs=True):
+            job.step(micro_batches)
+
+
+def timed(run: Callable[[], None]) -> float:
+    """Return the seconds that `run` takes, the device's work included."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def copy_bandwidth() -> float:
+    """Return what a device-to-device copy moves, bytes read and written a second."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    took = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median")
+    return 2 * source.numel() / (took * 1e-3)
+
+
+def main() -> None:
+    """Measure, print, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=5, help="steps in a block")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        job = Job(options.layers)
+        count = sum(p.numel() for p in job.model.parameters())
+        say(f"# Recording on {torch.cuda.get_device_name()}: what a step costs\n")
+        say(f"`python -m benchmarks.gpu --rounds {options.rounds} --steps {options.steps} --layers {options.layers}`  ")
+        say(f"torch {torch.__version__}, Triton {triton.__version__}, bitcheck {bitcheck.__version__}; "
+            f"{count / 1e6:.0f} M parameters, bfloat16, fused AdamW\n")  # fmt: skip
+        bandwidth = copy_bandwidth()
+        say(f"Device copy in this run: {bandwidth / 1e12:.2f} TB/s (read and written).\n")
+        recorded = {level: RecordedJob(job, level, Path(scratch)) for level in Level}
+        peers: dict[str, Callable[[], None]] = {
+            "DebugMode hash_tensor": lambda: debug_block(job, 1, 1, "hash_tensor"),
+            "DebugMode norm": lambda: debug_block(job, 1, 1, "norm"),
+            "copy to the host, md5": lambda: naive_block(job, 1, 1),
+        }
+        for micro_batches, levels in ((1, list(Level)), (8, [Level.STATE, Level.MODULE])):
+            steps = options.steps if micro_batches == 1 else max(2, options.steps // 2)
+            job.step(micro_batches)
+            seconds: dict[str, list[float]] = {}
+            memory: dict[str, int] = {}
+
+            def block(name: str, run: Callable[[], None], steps: int = steps, is_warm: bool = True) -> None:
+                torch.cuda.reset_peak_memory_stats()
+                took = timed(run) / steps
+                if is_warm:
+                    seconds.setdefault(name, []).append(took)
+                memory[name] = max(memory.get(name, 0), torch.cuda.max_memory_allocated())
+
+            for number in range(options.rounds + 1):
+                is_warm = number > 0
+
+                def bare(steps: int = steps, micro_batches: int = micro_batches) -> None:
+                    for _ in range(steps):
+                        job.step(micro_batches)
+
+                block("bare", bare, is_warm=is_warm)
+                for level in levels:
+                    own = 2 if level is Level.OP else steps
+                    block(str(level), lambda level=level, own=own: recorded[level].block(own, micro_batches), own, is_warm)
+            if micro_batches == 1:
+                for name, run in peers.items():
+                    block(name, run, 1)
+            base = statistics.median(seconds["bare"])
+            say(f"\n## {micro_batches * 8192:,} tokens a step\n")
+            say("| variant | step, ms | ratio to bare | events | GB hashed | floor: bytes / copy bandwidth | peak memory over bare, MiB |")
+            say("|---|---|---|---|---|---|---|")
+            for name, values in seconds.items():
+                paired = zip(values, seconds["bare"], strict=False)
+                ratio = statistics.median(value / bare_value for value, bare_value in paired)
+                row = f"| {name} | {statistics.median(values) * 1e3:.1f} | {ratio:.3f} |"
+                if name in {str(level) for level in levels}:
+                    events, num_bytes = recorded[Level(name)].bytes_a_step()
+                    floor = 1 + num_bytes / (bandwidth * base)
+                    row += f" {events:,} | {num_bytes / 1e9:.2f} | {floor:.3f} |"
+                else:
+                    row += " | | |"
+                say(f"{row} {(memory[name] - memory['bare']) / 2**20:.0f} |")
+        for one in recorded.values():
+            one.recorder.attach()
+            one.recorder.stop()
+    if options.out is not None:
+        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What recording costs a training step on the CPU: bare, `state`, `module`, `op`, and the peers, interleaved.
+
+    python -m benchmarks.overhead --config tiny --rounds 12
+
+Every round times one step of each variant on its own copy of the reference trainer, in an order that
+rotates, so that whatever else the machine does falls on all alike. A variant's ratio is the median over
+the rounds of (its step / the bare step of the same round). The peers are what else a PyTorch user has:
+
+    DebugMode   torch.utils._debug_mode.DebugMode with the hash of every tensor of every operation
+    naive       copy every gradient, parameter and optimizer tensor to bytes and hash each with sha256
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch.utils._debug_mode import DebugMode
+
+import bitcheck
+from bitcheck.errors import BitcheckError
+from bitcheck.events import Level
+from bitcheck.hooks.recorder import Recorder
+from bitcheck.reference_runs.configs import get_config
+from bitcheck.reference_runs.data import read_text
+from bitcheck.reference_runs.train import Options, Trainer
+from bitcheck.store import RankWriter
+
+
+class Variant:
+    """One way of running a step; this one runs it bare."""
+
+    def __init__(self, config: str) -> None:
+        self.trainer = Trainer(get_config(config), read_text(None), Options(steps=sys.maxsize))
+
+    def step(self) -> None:
+        """Run one training step."""
+        self.trainer.train_step()
+
+    def timed_step(self) -> float:
+        """Run one training step and return how long it took, in seconds."""
+        began = time.perf_counter()
+        self.step()
+        return time.perf_counter() - began
+
+
+class Recorded(Variant):
+    """A step under bitcheck's recorder, which is attached for this variant's turns only."""
+
+    def __init__(self, config: str, level: Level, folder: Path) -> None:
+        super().__init__(config)
+
+        def open_store() -> RankWriter:
+            return RankWriter(
+                folder / f"{level}.h5", rank=0, world_size=1, level=level, run_id="overhead", leaf_limit_bytes=2**20
+            )
+
+        self.recorder = Recorder(open_store, level=level, on_trouble=_give_up)
+        self.recorder.optimizers.add(self.trainer.optimizer)
+        self.recorder.add_root(self.trainer.model)
+        self.recorder.track("ema", self.trainer.ema.tensors)
+
+    def step(self) -> None:
+        self.trainer.train_step()
+        self.recorder.step()
+
+    def timed_step(self) -> float:
+        self.recorder.attach()
+        try:
+            return super().timed_step()
+        finally:
+            self.recorder.detach()
+
+
+class UnderDebugMode(Variant):
+    """A step under PyTorch's DebugMode, hashing every tensor of every operation."""
+
+    def __init__(self, config: str, kind: str) -> None:
+        super().__init__(config)
+        self.kind = kind
+
+    def step(self) -> None:
+        hashes: AbstractContextManager[None] = DebugMode.log_tensor_hashes(self.kind, hash_inputs=True)
+        with DebugMode(), hashes:
+            self.trainer.train_step()
+
+
+class Naive(Variant):
+    """A bare step, then everything that level `state` covers copied and hashed, as one does by hand."""
+
+    def step(self) -> None:
+        trainer = self.trainer
+        trainer.train_step()
+        parameters = list(trainer.model.parameters())
+        tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None), *trainer.ema.tensors().values()]
+        for state in trainer.optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        for tensor in tensors:
+            hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).digest()
+
+
+def _give_up(error: BitcheckError) -> None:
+    raise error
+
+
+def measure(config: str, rounds: int, folder: Path) -> dict[str, list[float]]:
+    """Return the seconds of each variant's steps, [rounds] each, two warm-up rounds left out."""
+    variants: dict[str, Variant] = {"bare": Variant(config)}
+    variants |= {str(level): Recorded(config, level, folder) for level in Level}
+    variants |= {f"DebugMode {kind}": UnderDebugMode(config, kind) for kind in ("hash_tensor", "norm")}
+    variants["naive sha256"] = Naive(config)
+    names = list(variants)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds + 2):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            took = variants[name].timed_step()
+            if number >= 2:
+                seconds[name].append(took)
+    return seconds
+
+
+def measure_memory(config: str, steps: int) -> dict[str, float]:
+    """Return the peak resident memory of a process that trains bare and recorded, MiB."""
+    program = (
+        "import resource, sys; from bitcheck.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+    )
+    found = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in ("bare", *Level):
+            command = [sys.executable, "-c", program, "reference", "train", "--config", config, "--steps", str(steps)]
+            if name != "bare":
+                command += ["--record", f"{scratch}/{name}", "--level", name]
+            ended = subprocess.run(command, capture_output=True, text=True, check=True, cwd=scratch)
+            found[str(name)] = int(ended.stderr.rpartition("peak")[2]) / 1024
+    return found
+
+
+def main() -> None:
+    """Measure and print the table as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="tiny")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--memory-steps", type=int, default=4, help="0 leaves the memory out")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        seconds = measure(options.config, options.rounds, Path(scratch))
+    memory = measure_memory(options.config, options.memory_steps) if options.memory_steps else {}
+    print(f"`python -m benchmarks.overhead --config {options.config} --rounds {options.rounds}`")
+    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads of {os.cpu_count()} cores, "
+          f"torch {torch.__version__}, Python {platform.python_version()}, bitcheck {bitcheck.__version__}\n")  # fmt: skip
+    print("| variant | median step, ms | ratio to bare | quartiles of the ratio | peak memory over bare, MiB |")
+    print("|---|---|---|---|---|")
+    for name, values in seconds.items():
+        ratios = [value / bare for value, bare in zip(values, seconds["bare"], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        more = f"{memory[name] - memory['bare']:.0f}" if name in memory else ""
+        print(f"| {name} | {statistics.median(values) * 1e3:.1f} | {middle:.3f} | {low:.3f} to {high:.3f} | {more} |")
+
+
+if __name__ == "__main__":
+    main()
