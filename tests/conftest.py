@@ -1,4 +1,8 @@
-"""What every test has: the checkout on the path of child processes, GPU tests only where there is a GPU."""
+"""What every test has: the checkout on the path of child processes, GPU tests only where there is a GPU.
+
+Tests and the programs they start use one thread each, which is faster for their small tensors, and
+threads that wait do not spin: on a machine that is busy otherwise, spinning made a step 100x slower.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,9 @@ settings.load_profile("default")
 
 
 def pytest_configure() -> None:
-    """Let `python -m bitcheck`, started by a test in any folder, find this checkout, installed or not."""
+    """Set threads; let `python -m bitcheck`, started by a test anywhere, find this checkout, installed or not."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
