@@ -240,11 +240,14 @@ class Attachment:
     def _note_first_step(self, what: str, **details: Any) -> None:
         """Leave a word when an optimizer has stepped for the first time."""
 
-        def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            handle.remove()
-            leave_word(self._settings, what, **details)
+        waiting = [what]
 
-        handle = register_optimizer_step_post_hook(note)
+        def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            # It stays: a hook that removes itself breaks PyTorch's iteration over those after it.
+            if waiting:
+                leave_word(self._settings, waiting.pop(), **details)
+
+        register_optimizer_step_post_hook(note)
 
 
 class _Nowhere:

@@ -45,6 +45,8 @@ class _Watch:
         self._rank = 0
         self._file = -1
         self._pid = 0
+        self._is_refused = False
+        """Another process counts for this rank, or this is a worker."""
         self._optimizers: list[Optimizer] = []
         """Those that stepped, in the order in which they first did."""
         self._first_generators: dict[str, bytes] = {}
@@ -54,10 +56,13 @@ class _Watch:
         import numpy.random  # noqa: F401  numpy loads it late, with a state of its own; from here on it has one
 
         self._first_generators = {name: words.tobytes() for name, words in generator_states()}
-        self._handle = register_optimizer_step_post_hook(self._stepped)
+        register_optimizer_step_post_hook(self._stepped)
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_refused:
+            return
         if self._num_steps == 0 and not self._claim():
+            self._is_refused = True
             return
         if self._pid != os.getpid():
             return  # forked from the process that counts
@@ -77,7 +82,6 @@ class _Watch:
                 raise FileExistsError
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
-            self._handle.remove()
             leave_word(self._settings, "refused", rank=self._rank)
             return False
         self._pid = os.getpid()

@@ -128,6 +128,21 @@ def test_the_run_and_its_rank_say_how_the_program_ended(
     assert_sound(tmp_path)
 
 
+def test_a_global_hook_of_the_program_behind_ours_still_runs(tmp_path: Path) -> None:
+    body = """
+    for _ in train(batches()): pass
+    child = os.fork()
+    if child == 0:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+        register_optimizer_step_post_hook(lambda *_: print("hook"))
+        for _ in train(batches()): pass
+        sys.exit()
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    ended = record(tmp_path, body)
+    assert (ended.returncode, ended.stdout) == (0, b"hook\n" * 3), ended.stderr
+
+
 def test_ctrl_c_leaves_the_finished_steps_and_a_failed_run(tmp_path: Path) -> None:
     program = write_program(tmp_path, "for _ in train(batches()): pass\nprint('ready', flush=True)\ntime.sleep(60)\n")
     command = [*BITCHECK, "run", "-o", str(tmp_path / "run"), "--", sys.executable, str(program)]
