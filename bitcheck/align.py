@@ -142,13 +142,11 @@ def _end_states(table: npt.NDArray[Any], wanted: Any) -> list[int]:
 
 
 def _restored_step(table: npt.NDArray[Any], resumed: npt.NDArray[Any]) -> int | None:
-    """Step of `table` at whose end `resumed` starts; its own number first where several states are equal."""
+    """Step of `table` at whose end `resumed` starts, the first of several equal ones."""
     initial = _initial(resumed)
     if initial is None:
         return None
     places = _end_states(table, initial)
-    if int(initial["step"]) in places:
-        return int(initial["step"])
     return places[0] if places else None
 
 

@@ -232,7 +232,7 @@ class _StepGraph:
         return self._implied[site.phase](self, place, site, inputs)
 
     def _rng(self, place: Place, site: Site, inputs: list[int]) -> bool:
-        return not is_generator(site) and self._observed(place, site, inputs)
+        return False
 
     def _operation(self, place: Place, site: Site, inputs: list[int]) -> bool:
         """All that an operation depends on is among its edges, but for what goes on below the dispatcher.

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from bitcheck.align import align_runs, pair_rows
-from bitcheck.events import StepKind
+from bitcheck.events import Event, Phase, Site, StepKind, StepRecord
 from bitcheck.memory import MemoryRun
-from tests.bitcheck.made_up_runs import make_run
+from tests.bitcheck.made_up_runs import digest_of, make_run
 
 
 def resumed(start: int, **plan: Any) -> MemoryRun:
@@ -61,6 +61,20 @@ def test_a_wrong_number_is_remarked_and_kept(baseline_is_resumed: bool) -> None:
     assert len(alignment.remarks) == 1
     name = "baseline" if baseline_is_resumed else "candidate"
     assert f"The {name} restored the state of step 2, not 3" in alignment.remarks[0]
+
+
+def test_a_run_whose_state_never_changes_needs_no_remark() -> None:
+    """The state restored is that of every step."""
+    site = Site(Phase.PARAM, "Frozen", "weight", "value")
+    event = Event(site, "float32", (4,), 16, digest_of("frozen"))
+
+    def frozen(start: int) -> MemoryRun:
+        steps = [StepRecord(start - 1, StepKind.INITIAL, [event])]
+        steps += [StepRecord(step, StepKind.STEP, [event]) for step in range(start, start + 3)]
+        return MemoryRun({0: steps}, info={"start_step": start})
+
+    alignment = align_runs(frozen(0), frozen(2))
+    assert (alignment.offset, alignment.remarks) == (0, ())
 
 
 def pairs_of(baseline: MemoryRun, candidate: MemoryRun, **options: Any) -> list[tuple[int, StepKind]]:

@@ -285,6 +285,27 @@ def test_a_generator_that_is_elsewhere_because_of_an_earlier_difference_is_no_or
     assert blamed(step) == ["forward/router:out"]
 
 
+def test_data_that_only_an_operation_sees_is_one_origin_with_the_batch() -> None:
+    step = Step().add("batch/:in.0", "other")
+    op = operation(step, "program", "aten.nll_loss_forward.default")
+    step.add("batch/program:aten.nll_loss_forward.default.target", "other", group=op)
+    attribution, _ = attribute(step)
+    assert blamed(step) == ["batch/:in.0"]
+    assert len(attribution.blames[0].members) == 2
+
+
+def test_a_generator_that_an_operation_draws_from_explains_no_other_operation() -> None:
+    step = Step().add("forward/drop:in.0")
+    op = operation(step, "drop", "aten.bernoulli_.float")
+    step.add("rng/torch.cpu:forward.drop.aten.bernoulli_.float.generator", "other", group=op)
+    mix = operation(step, "mix", "aten.mm.default")
+    step.add("forward/mix:aten.mm.default.out", "other", inputs=("forward/drop:in.0",), group=mix)
+    assert blamed(step) == [
+        "rng/torch.cpu:forward.drop.aten.bernoulli_.float.generator",
+        "forward/mix:aten.mm.default.out",
+    ]
+
+
 def test_clipping_that_reads_reduced_gradients_inherits_from_the_rank_at_fault() -> None:
     ranks = []
     for rank in range(2):

@@ -10,7 +10,7 @@ import pytest
 from bitcheck.answer import Answer
 from bitcheck.diff import diff_runs
 from bitcheck.events import Event, Group, Level, Phase, Site, StepKind, StepRecord
-from bitcheck.memory import MemoryRun
+from bitcheck.memory import MemoryRank, MemoryRun, MemoryStep
 from tests.bitcheck.made_up_runs import NUM_BLOCKS, digest_of, make_run
 
 
@@ -79,7 +79,7 @@ def test_a_fault_in_the_forward_pass_at_level_state_is_seen_in_the_loss() -> Non
 def test_a_fault_in_the_backward_pass_at_level_state_is_the_gradient_it_reached_first() -> None:
     answer = compare(level=Level.STATE, faults=[(0, 1, "backward/blocks.2:grad_in.0")])
     assert first_of(answer) == ("compute", 1, 0, "grad/blocks.1.weight:grad")
-    assert len(answer.origins) == 1
+    assert [origin.also for origin in answer.origins] == [()]
     assert f"2 of {NUM_BLOCKS} gradients" in answer.explanation
 
 
@@ -152,6 +152,31 @@ def test_a_generator_in_use_that_differs_while_all_tensors_agree_is_a_note() -> 
     assert len(answer.notes) == 1
     assert "numpy" in answer.notes[0]
     assert "step 0" in answer.notes[0]
+
+
+def test_a_generator_drawn_from_in_the_last_step_alone_is_in_use() -> None:
+    """What it drew is seen in the reading after the last step."""
+    runs = [make_run(), make_run(faults=[(0, 3, "forward/blocks.1:out")])]
+    for seed, run in enumerate(runs):
+        for record in run.steps[0][1:]:
+            state = digest_of("numpy", seed, record.step == 4)
+            site = Site(Phase.RNG, "", "numpy", "state")
+            record.events.append(Event(site, "uint8", (8,), 8, state))
+    assert first_of(diff_runs(*runs)) == ("rng", 3, 0, "rng/numpy:state")
+
+
+def test_equal_runs_are_told_by_their_roots_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [
+        (make_run(num_ranks=3), make_run(num_ranks=3)),
+        (make_run(num_steps=6), make_run(start_step=3, num_steps=3, explicit_start=True)),
+        (make_run(num_steps=6), make_run(num_steps=4)),
+    ]
+
+    def refuse(self: MemoryRank, row: int) -> MemoryStep:
+        raise AssertionError(row)
+
+    monkeypatch.setattr(MemoryRank, "load", refuse)
+    assert [diff_runs(*pair).verdict for pair in runs] == ["identical"] * 3
 
 
 # ---------------------------------------------------------------- resumed and unfinished runs
@@ -229,6 +254,22 @@ def test_until_leaves_out_a_later_fault() -> None:
     assert diff_runs(make_run(), faulty, until=3).verdict == "diverged"
 
 
+def test_until_counts_what_it_compared_on_every_rank() -> None:
+    whole, part = compare(num_ranks=3), diff_runs(make_run(num_ranks=3), make_run(num_ranks=3), until=1)
+    assert (part.compared.steps, part.compared.ranks) == (2, 3)
+    assert part.compared.events < whole.compared.events
+
+
+def test_the_unfinished_steps_of_two_runs_that_failed_are_not_compared() -> None:
+    runs = [make_run(status="failed"), make_run(status="failed")]
+    for run, word in zip(runs, ("one", "other"), strict=True):
+        site = Site(Phase.BATCH, "Model", "", "in.0")
+        run.steps[0][-1].events.append(Event(site, "float32", (4,), 16, digest_of(word)))
+    answer = diff_runs(*runs)
+    assert (answer.verdict, answer.compared.steps) == ("identical", 4)
+    assert [note for note in answer.notes if "did not finish (failed)" in note]
+
+
 def test_a_difference_is_the_verdict_even_where_a_run_ended_early() -> None:
     faulty = make_run(num_steps=6, num_recorded=4, status="killed", faults=[(0, 2, "forward/blocks.1:out")])
     answer = diff_runs(make_run(num_steps=6), faulty)
@@ -289,6 +330,28 @@ def test_the_state_of_a_module_that_the_other_run_has_not_called_is_a_note() -> 
     answer = diff_runs(baseline, candidate)
     assert answer.verdict == "identical"
     assert any("Judge" in note for note in answer.notes)
+
+
+def test_the_state_of_a_module_that_a_resumed_run_has_not_called_yet_is_no_divergence() -> None:
+    baseline = make_run(num_steps=6)
+    for record in baseline.steps[0][1:-1]:
+        site = Site(Phase.PARAM, "Judge", "weight", "value")
+        record.events.append(Event(site, "float32", (4,), 16, digest_of("judge")))
+    answer = diff_runs(baseline, make_run(start_step=3, num_steps=3, explicit_start=True))
+    assert answer.verdict == "identical"
+    assert any("Judge" in note for note in answer.notes)
+
+
+def test_state_that_was_not_compared_hides_no_later_origin() -> None:
+    baseline, candidate = make_run(), make_run()
+    for record in candidate.steps[0][1:-1]:
+        site = Site(Phase.PARAM, "Judge", "weight", "value")
+        record.events.append(Event(site, "float32", (4,), 16, digest_of("judge")))
+    for step in (1, 3):
+        for run, word in ((baseline, "same"), (candidate, "other")):
+            site = Site(Phase.FORWARD, "Model", "blocks.1", "out", is_eval=True)
+            run.steps[0][step + 1].events.append(Event(site, "float32", (4,), 16, digest_of(word), group=0))
+    assert [origin.step for origin in diff_runs(baseline, candidate).origins] == [1, 3]
 
 
 # ---------------------------------------------------------------- ranks
@@ -377,6 +440,16 @@ def test_recordings_of_different_levels_are_compared_at_what_they_share() -> Non
     answer = diff_runs(make_run(), make_run(level=Level.STATE, faults=fault))
     assert first_of(answer) == ("compute", 2, 0, fault[0][2])
     assert any("levels module and state" in note for note in answer.notes)
+
+
+def test_what_only_the_finer_level_records_in_a_shared_phase_is_no_divergence() -> None:
+    finer = make_run(level=Level.OP)
+    for record in finer.steps[0][1:-1]:
+        record.groups.append(Group("op", "", "program", "aten.nll_loss_forward.default"))
+        site = Site(Phase.BATCH, "", "program", "aten.nll_loss_forward.default.target")
+        record.events.append(Event(site, "int64", (4,), 32, digest_of("target"), group=len(record.groups) - 1))
+    assert diff_runs(finer, make_run(level=Level.STATE)).verdict == "identical"
+    assert diff_runs(finer, make_run(level=Level.OP)).cause == "structure"
 
 
 def test_a_step_after_unrecorded_ones_is_not_accused_of_what_may_have_entered_it() -> None:

@@ -52,16 +52,12 @@ REPORTS: dict[str, Callable[[], Answer]] = {
         make_run(num_steps=6), make_run(start_step=3, num_steps=3, explicit_start=True, lost=MOMENTS)
     ),
     "initial_state": lambda: diff_runs(make_run(), make_run(faults=[(0, -1, "param/blocks.0.weight:value")])),
-    "ended_early": lambda: diff_runs(
-        make_run(num_steps=6), make_run(num_steps=6, num_recorded=4, status="killed")
-    ),
+    "ended_early": lambda: diff_runs(make_run(num_steps=6), make_run(num_steps=6, num_recorded=4, status="killed")),
     "several_origins": lambda: diff_runs(
         make_run(num_ranks=3),
         make_run(num_ranks=3, faults=[(2, 1, "forward/blocks.1:out"), (0, 1, "backward/blocks.2.weight:grad")]),
     ),
-    "incomparable": lambda: diff_runs(
-        make_run(num_steps=2), make_run(start_step=4, num_steps=2, explicit_start=True)
-    ),
+    "incomparable": lambda: diff_runs(make_run(num_steps=2), make_run(start_step=4, num_steps=2, explicit_start=True)),
 }
 
 

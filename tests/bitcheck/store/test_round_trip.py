@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import struct
 import tempfile
 from dataclasses import replace
@@ -14,9 +15,11 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bitcheck import store
 from bitcheck.digest import num_leaves
 from bitcheck.events import PHASES, STATE_PHASES, Event, Group, Level, Phase, Site, StepKind, StepRecord
 from bitcheck.store import RankReader, RankWriter
+from bitcheck.store.format import DATASETS
 from tests.bitcheck.store.records import make_event, make_step, make_steps, open_writer, with_digest, write_rank
 
 names = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -241,3 +244,8 @@ def test_steps_can_be_read_while_they_are_written(tmp_path: Path) -> None:
     writer.close("failed")
     with RankReader(tmp_path / "r.h5") as reader:
         assert reader.status == "failed"
+
+
+def test_the_documentation_of_the_store_names_every_dataset() -> None:
+    documented = re.findall(r"^    [|`]-- (\w+) ", store.__doc__ or "", re.MULTILINE)
+    assert sorted(documented) == sorted([*DATASETS, "status"])

@@ -193,6 +193,15 @@ writer.close("complete")
         assert [reader.load(row).to_record() for row in range(reader.num_rows)] == make_steps(3, 40)
 
 
+def test_a_program_that_is_started_does_not_inherit_the_file(tmp_path: Path) -> None:
+    writer = open_writer(tmp_path / "r.h5")
+    script = "import os, sys; print(any(os.path.realpath(f'/proc/self/fd/{n}') == sys.argv[1]"
+    script += " for n in os.listdir('/proc/self/fd')))"
+    command = [sys.executable, "-c", script, os.path.realpath(tmp_path / "r.h5")]
+    assert subprocess.run(command, close_fds=False, capture_output=True, text=True).stdout == "False\n"
+    writer.close("complete")
+
+
 def test_a_reader_left_open_in_the_writing_process_is_said_to_be_in_the_way(tmp_path: Path) -> None:
     writer = open_writer(tmp_path / "r.h5")
     writer.append(make_step(random.Random(0), 0))
