@@ -88,23 +88,23 @@ class Verification:
         }
 
 
-def verify_run(path: Path, on_rank: Callable[[int], None] | None = None) -> Verification:
-    """Check the run at `path`; `on_rank` is called with each rank that is done.
+def verify_run(path: Path, on_progress: Callable[[int, int], None] | None = None) -> Verification:
+    """Check the run at `path`; `on_progress` is told how many ranks are done, of how many.
 
     Raises RunError where the run, or one of its files, cannot be read at all.
     """
     damage: list[Damage] = []
     num_rows = num_events = num_sealed = 0
     with open_run(path) as run:
-        for rank in run.ranks:
+        for done, rank in enumerate(run.ranks, 1):
             checked = _RankCheck(run, rank)
             damage += checked.damage
             num_rows += checked.num_rows
             num_events += checked.num_events
             num_sealed += checked.is_sealed
             run.close_rank(rank)
-            if on_rank is not None:
-                on_rank(rank)
+            if on_progress is not None:
+                on_progress(done, len(run.ranks))
         return Verification(
             str(path), run.run_id, run.status, run.world_size, num_rows, num_events, num_sealed, tuple(damage)
         )

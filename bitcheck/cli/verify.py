@@ -25,19 +25,12 @@ def command(run: Path, as_json: bool) -> int:
     """
     import json
 
-    from rich.console import Console
-    from rich.progress import Progress
-
+    from bitcheck.cli.progress import show_progress
     from bitcheck.errors import EXIT_DIFFERENT, EXIT_IDENTICAL
-    from bitcheck.run import open_run
     from bitcheck.verify import verify_run
 
-    with open_run(run) as opened:
-        num_ranks = len(opened.ranks)
-    stderr = Console(stderr=True)
-    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        task = progress.add_task("verifying", total=num_ranks)
-        answer = verify_run(run, lambda rank: progress.update(task, advance=1))
+    with show_progress("verifying") as update:
+        answer = verify_run(run, update)
     if as_json:
         click.echo(json.dumps(answer.to_json(), indent=2))
     elif answer.is_sound:

@@ -115,6 +115,7 @@ class GrowingFile:
             # No lock: readers take none, and not every file system has them.
             file = h5py.File(building, "r+", libver=_LIBVER, locking=False)
             self._descriptor = file.id.get_vfd_handle()
+            os.set_inheritable(self._descriptor, False)  # HDF5 would hand it to every program that is started
             file.swmr_mode = True
             os.link(building, self.path)
             os.unlink(building)
