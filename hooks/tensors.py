@@ -23,7 +23,6 @@ its duration. Hosts are little endian.
 
 from __future__ import annotations
 
-import math
 import struct
 import sys
 from collections.abc import Callable, Iterator
@@ -441,8 +440,9 @@ def _join(pieces: list[bytes]) -> bytes:
 
 
 def _encode_int(value: int) -> bytes:
-    """Two's complement, little endian, no longer than needed: -1, 0 and 1 are one byte each."""
-    return value.to_bytes(math.floor(value.bit_length() / 8) + 1, "little", signed=True)
+    """Two's complement, little endian, no longer than needed: -128 to 127 are one byte."""
+    bits = (value if value >= 0 else ~value).bit_length()
+    return value.to_bytes(bits // 8 + 1, "little", signed=True)
 
 
 _SCALARS: dict[type, tuple[str, Callable[[Any], bytes]]] = {

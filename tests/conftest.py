@@ -11,11 +11,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
-settings.register_profile("default", deadline=None, max_examples=60, derandomize="CI" in os.environ)
+settings.register_profile(
+    "default",
+    deadline=None,
+    max_examples=60,
+    derandomize="CI" in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],  # says something of the machine, nothing of the code
+)
 settings.load_profile("default")
 
 

@@ -521,7 +521,7 @@ def test_values_of_another_type_or_other_bits_never_share_a_digest() -> None:
     assert len(set(digests)) == len(DISTINCT)
 
 
-@given(st.integers())
+@given(st.integers() | st.integers(1, 40).map(lambda n: -(2 ** (4 * n - 1))))
 def test_an_integer_of_any_size_is_twos_complement_and_round_trips(value: int) -> None:
     ((_, part),) = python_value_parts(value)
     assert isinstance(part, PlainValue)
