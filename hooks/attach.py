@@ -33,13 +33,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from bitcheck.errors import BitcheckError, RecordingError
 from bitcheck.events import Level, StepRecord
+from bitcheck.hooks.placement import this_placement
 from bitcheck.hooks.writer import Store
-from bitcheck.ranks import Placement, launched_as
+from bitcheck.ranks import Placement
 from bitcheck.settings import WORKERS_VARIABLE, Options, Settings, parse_steps, read_settings
 
 
@@ -57,13 +57,6 @@ def attach(content: Mapping[str, Any]) -> None:
         from bitcheck.hooks.final import watch_final_state
 
         watch_final_state(settings)
-
-
-def this_placement() -> Placement:
-    """Return this process's rank: of its process group, else as its launcher says, else 0 of 1."""
-    if dist.is_available() and dist.is_initialized():
-        return Placement(dist.get_rank(), dist.get_world_size(), "")
-    return launched_as(os.environ) or Placement(0, 1, "")
 
 
 def is_worker() -> bool:

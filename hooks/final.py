@@ -25,8 +25,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from bitcheck.digest import digest_bytes
 from bitcheck.errors import DigestError
-from bitcheck.hooks.attach import is_worker, leave_word, this_placement
+from bitcheck.hooks.attach import is_worker, leave_word
 from bitcheck.hooks.naming import walk
+from bitcheck.hooks.placement import this_placement
 from bitcheck.hooks.rng import generator_states
 from bitcheck.hooks.tensors import PlainValue, digest_tensor, digest_value, python_value_parts, tensor_parts
 from bitcheck.settings import Settings

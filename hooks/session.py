@@ -18,35 +18,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from bitcheck.environment import fingerprint
 from bitcheck.errors import RecordingError, UsageError
 from bitcheck.events import Level
+from bitcheck.hooks.placement import this_placement
 from bitcheck.hooks.recorder import Recorder, Trackable, active_recorder
 from bitcheck.run import create_run, open_run, rank_path, update_run
 from bitcheck.settings import parse_leaves, parse_steps
 from bitcheck.store import RankWriter
 
-RANK_VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-                  ("PMI_RANK", "PMI_SIZE"))  # fmt: skip
-"""Environment variables in which launchers say a process's rank and the number of ranks."""
-
 _PATIENCE_S = 60.0
 """How long another rank waits for rank 0 to make the run's folder."""
-
-
-def rank_and_world_size() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks, (0, 1) outside a parallel job."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    for rank, size in RANK_VARIABLES:
-        if os.environ.get(rank, "").isdigit() and os.environ.get(size, "").isdigit():
-            return int(os.environ[rank]), int(os.environ[size])
-    return 0, 1
 
 
 def leaf_limit_bytes(leaves: str | int) -> int | None:
@@ -141,7 +126,7 @@ def record(
         raise UsageError(f"every={every}: expected 1 or more")
     kept: tuple[int | None, int | None] = parse_steps(steps) if steps is not None else (None, None)
     limit = leaf_limit_bytes(leaves)
-    own_rank, ranks = rank_and_world_size()
+    own_rank, ranks, _ = this_placement()
     own_rank = own_rank if rank is None else rank
     ranks = max(ranks if world_size is None else world_size, own_rank + 1)
     if own_rank == 0:
