@@ -142,6 +142,11 @@ def test_every_link_and_every_file_named_in_a_document_is_there(path: Path) -> N
         assert (ROOT / name).exists() or (path.parent / name).exists(), f"{path.name} names {name}"
 
 
+def test_every_benchmark_is_listed_and_every_listed_one_is_there() -> None:
+    listed = words_of_table((ROOT / "benchmarks/README.md").read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "benchmarks").glob("*.py") if "__" not in path.name)
+
+
 def test_make_has_every_target_that_a_document_calls() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     calls = re.compile(r"(?:`|^ *)make (\w+)", flags=re.MULTILINE)
