@@ -11,6 +11,7 @@ Place in the flow: pairing -> *attribution* -> causes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,6 +33,10 @@ LOCAL_GRADIENT_SLOTS = frozenset(
 )
 """A parameter's gradient within phase `backward`, the parts of a sparse one included. (`grad.head.out` is the
 gradient of the output of `head`, as code in the module around it computed it.)"""
+_DRAWING = re.compile(
+    r"drop|bernoulli|rand|normal|uniform|exponential|poisson|geometric|cauchy|multinomial|binomial|rrelu"
+)
+"""Operations that draw random numbers; of a device's generator they do not hold the state as an input."""
 AFTER_GRADIENTS = (Phase.PARAM, Phase.OPTIM, Phase.BUFFER, Phase.EXTRA)
 
 
@@ -334,7 +339,7 @@ class _StepGraph:
         blames = [self._blame(members, order[members[0]]) for members in computations.values()]
         blames = self._without_containers(blames)
         blames.sort(key=lambda blame: blame.order)
-        blames = _settle_structure(blames)
+        blames = self._settle_structure(blames)
         return Attribution(blames, total - sum(len(blame.members) for blame in blames))
 
     def _computation(self, place: Place) -> tuple[object, ...]:
@@ -457,25 +462,37 @@ class _StepGraph:
             advance(rank, len(clocks[rank]))
         return clocks
 
+    def _settle_structure(self, blames: list[Blame]) -> list[Blame]:
+        """Decide between a site that one run lacks and values that differ: the earlier one wins.
+
+        A call more or less changes what follows in ways that no edge shows (it may draw random
+        numbers), and a value that differs may change which calls follow (a branch on it). An
+        operation's edges show all that it reads: one that gives other bits after a change of
+        structure, from equal ones, is an origin of its own.
+        """
+        if not blames:
+            return blames
+        if not blames[0].is_structural:
+            return [blame for blame in blames if not blame.is_structural]
+        kept = [blames[0], *(blame for blame in blames[1:] if self._stands_alone(blame))]
+        blames[0].inherited_structure = len(blames) - len(kept)
+        return kept
+
+    def _stands_alone(self, blame: Blame) -> bool:
+        """Whether edges show everything that the event depends on: an operation wrote it, and drew nothing unseen."""
+        pair = self.pairs[blame.shown.rank]
+        group, site = pair.group(blame.shown.position), pair.site(blame.shown.position)
+        if blame.is_structural or group is None or not is_operation(group) or not _is_result(site, group):
+            return False
+        inputs = pair.inputs(blame.shown.position)
+        draws = _DRAWING.search(group.op) is not None
+        return bool(inputs) and (not draws or any(pair.site(at).phase is Phase.RNG for at in inputs))
+
 
 def _is_within(root: str, path: str, region_root: str, region_path: str) -> bool:
     if root != region_root:
         return False
     return not region_path or path == region_path or path.startswith(region_path + ".")
-
-
-def _settle_structure(blames: list[Blame]) -> list[Blame]:
-    """Decide between a site that one run lacks and values that differ: the earlier one wins.
-
-    A call more or less changes what follows in ways that no edge shows (it may draw random
-    numbers), and a value that differs may change which calls follow (a branch on it).
-    """
-    if not blames:
-        return blames
-    if not blames[0].is_structural:
-        return [blame for blame in blames if not blame.is_structural]
-    blames[0].inherited_structure = len(blames) - 1
-    return blames[:1]
 
 
 def group_of(pair: StepPair, blame: Blame) -> Group | None:

@@ -1,7 +1,8 @@
 """Two recordings of the same step, event by event: what is equal, what differs, what only one has.
 
-Events are joined by their site. The pair has one order, which does not depend on which run comes
-first, and one set of edges, the union of both runs', over the positions in that order.
+Events are joined by their site, those of operations by their place in the common sequence of
+operations (`op_alignment`). The pair has one order, which does not depend on which run comes first,
+and one set of edges, the union of both runs', over the positions in that order.
 
 Place in the flow: align -> *pairing* -> attribution.
 """
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bitcheck.events import Group, Site
+from bitcheck.op_alignment import joint_sites
 from bitcheck.views import StepView
 
 
@@ -34,11 +36,11 @@ class StepPair:
         self.rank = rank
         self.baseline = baseline
         self.candidate = candidate
-        if baseline.sites is candidate.sites or list(baseline.sites) == list(candidate.sites):
+        if _has_same_layout(baseline, candidate):
             whole = np.arange(len(baseline.sites), dtype=np.int64)
             self.baseline_index, self.candidate_index = whole, whole
         else:
-            self.baseline_index, self.candidate_index = _merge_orders(baseline.sites, candidate.sites)
+            self.baseline_index, self.candidate_index = _merge_orders(*joint_sites(baseline, candidate))
         self._position_of_baseline = _inverse(self.baseline_index, len(baseline.sites))
         self._position_of_candidate = _inverse(self.candidate_index, len(candidate.sites))
         self.standing = self._standings()
@@ -122,6 +124,13 @@ class StepPair:
                 found.update(positions[np.asarray(edges, np.int64)].tolist())
         found.discard(position)
         return sorted(found)
+
+
+def _has_same_layout(baseline: StepView, candidate: StepView) -> bool:
+    """Whether the same events come in the same order; with other shapes they may be other operations."""
+    if baseline.sites is not candidate.sites and list(baseline.sites) != list(candidate.sites):
+        return False
+    return baseline.shapes is candidate.shapes or list(baseline.shapes) == list(candidate.shapes)
 
 
 def _inverse(indices: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
