@@ -74,8 +74,9 @@ class OptimizerHooks:
 
     def remove(self) -> None:
         """Put everything back."""
-        for handle in self._handles:
-            handle.remove()
+        if not self.depth:  # in a step PyTorch is going through its hooks; while nothing records, ours do nothing
+            for handle in self._handles:
+                handle.remove()
         self._handles = []
         if self._original_init is not None and Optimizer.__init__ is self._wrapped_init:
             Optimizer.__init__ = self._original_init  # type: ignore[method-assign]

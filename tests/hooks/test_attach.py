@@ -221,6 +221,22 @@ def test_of_two_programs_in_one_command_the_first_that_trains_is_recorded(tmp_pa
         assert steps_of(run) == ALL_STEPS
 
 
+def test_a_process_that_is_refused_in_the_middle_of_a_step_goes_on_with_the_programs_own_hooks(tmp_path: Path) -> None:
+    body = """
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    register_optimizer_step_pre_hook(lambda *_: print("hook"))
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for _ in range(2):
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+    """
+    one = shlex.join([sys.executable, str(write_program(tmp_path, body))])
+    ended = record_command(tmp_path, "sh", "-c", f"{one} && {one}")
+    assert (ended.returncode, ended.stdout) == (0, b"hook\n" * 4), ended.stderr
+
+
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_processes_that_a_program_starts_as_its_ranks_are_recorded_each(tmp_path: Path, method: str) -> None:
     body = f"""
