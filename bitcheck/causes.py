@@ -33,7 +33,7 @@ from bitcheck.attribution import (
     owner_of,
 )
 from bitcheck.digest import differing_elements
-from bitcheck.events import STATE_PHASES, Group, Phase, Site
+from bitcheck.events import Group, Phase, Site
 from bitcheck.naming import Naming
 from bitcheck.pairing import Standing, StepPair
 
@@ -91,7 +91,6 @@ def describe_snapshot_difference(
         replace(describe_event(pair, position, step, cause, naming), op=None)
         for _, pair in sorted(pairs.items())
         for position in pair.parted()
-        if pair.site(position).phase in STATE_PHASES and not is_operation(pair.group(position))
     ]
 
 
