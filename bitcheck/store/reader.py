@@ -502,8 +502,6 @@ class RankReader:
         before = 1 if first else 0
         ends = self._read("string_ends", first - before, end - first + before).tolist()
         start = ends.pop(0) if before else 0
-        if sorted(ends) != ends or start > ends[0]:
-            raise ValueError("its strings overlap")
         data = self._read("strings", start, ends[-1] - start).tobytes()
         offset = start
         for number, stop in enumerate(ends, first):

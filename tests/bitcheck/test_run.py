@@ -147,6 +147,16 @@ def test_of_two_recordings_that_start_at_once_one_wins(tmp_path: Path) -> None:
         assert names_in(tmp_path / str(trial)) == ["run.json"]
 
 
+def test_a_recording_that_started_meanwhile_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_run(tmp_path, INFO, overwrite=False)
+    before = (tmp_path / "run.json").read_bytes()
+    monkeypatch.setattr("bitcheck.run._clear", lambda folder, overwrite: None)  # it looked before the other wrote
+    with pytest.raises(RecordingError, match="holds a run already"):
+        create_run(tmp_path, INFO, overwrite=False)
+    assert (tmp_path / "run.json").read_bytes() == before
+    assert names_in(tmp_path) == ["run.json"]
+
+
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("mine")
     with pytest.raises(RecordingError, match="is a file; expected a folder"):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from bitcheck.document import decode_document, encode_document
 from bitcheck.errors import BitcheckError, BrokenRun, DamagedStep, FutureRun, NotARun
 from bitcheck.store import STEP_ROW, RankReader
-from bitcheck.store.format import row_check
+from bitcheck.store.format import read_rows, row_check
 from tests.bitcheck.store.records import flip_bit, make_steps, open_writer, write_rank
 
 NUM_STEPS = 6
@@ -315,6 +315,36 @@ def test_a_table_of_another_form_gives_one_sentence(finished: Path, tmp_path: Pa
     with pytest.raises(BrokenRun) as caught:
         read_everything(path)
     check_sentence(caught.value, path)
+
+
+def test_a_finished_file_that_says_it_is_not_is_damaged(finished: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(finished, tmp_path / "rank-00000.h5"))
+    flip_bit(path, 8 * 11)
+    with pytest.raises(BrokenRun, match="its first 48 bytes were changed") as caught:
+        RankReader(path)
+    check_sentence(caught.value, path)
+
+
+@pytest.mark.parametrize(("which", "reads"), [("unfinished", 3), ("finished", 1)])
+def test_what_a_living_writer_may_be_changing_is_read_again(
+    which: str, reads: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def fail_twice(dataset: object, name: str, first: int, count: int) -> np.ndarray:
+        tried.append(name)
+        if len(tried) < 3:
+            raise OSError("incorrect metadata checksum")
+        return read_rows(dataset, name, first, count)
+
+    monkeypatch.setattr("bitcheck.store.reader.read_rows", fail_twice)
+    with RankReader(request.getfixturevalue(which)) as reader:
+        if which == "unfinished":
+            assert reader.num_rows == NUM_STEPS + 1
+        else:
+            with pytest.raises(BrokenRun, match="incorrect metadata checksum"):
+                _ = reader.table
+    assert tried == ["steps"] * reads
 
 
 @given(bit=st.integers(0, 10**9))

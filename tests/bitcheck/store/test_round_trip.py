@@ -159,9 +159,10 @@ def test_the_root_does_not_depend_on_the_step_number_and_the_chain_does(tmp_path
         lambda step: replace(step, events=[*step.events[:-1], replace(step.events[-1], value="0.25")]),
         lambda step: replace(step, events=[replace(step.events[0], leaves=b"\1" * 16), *step.events[1:]]),
         lambda step: replace(step, events=[*step.events[:2], replace(step.events[2], inputs=()), *step.events[3:]]),
+        lambda step: replace(step, events=[*step.events[:2], replace(step.events[2], inputs=(0,)), *step.events[3:]]),
         lambda step: replace(step, events=[*step.events[:-1], replace(step.events[-1], dtype="float64")]),
     ],
-    ids=["kind", "remark", "unobserved", "group", "value", "leaves", "edge", "dtype"],
+    ids=["kind", "remark", "unobserved", "group", "value", "leaves", "no edge", "another edge", "dtype"],
 )
 def test_the_chain_covers_all_that_the_root_does_not(tmp_path: Path, change: object) -> None:
     step = make_step(random.Random(6), 1)
