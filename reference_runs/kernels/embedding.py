@@ -43,14 +43,23 @@ def _sum_run(rows_ptr, index_ptr, begin, end, stride_r, cols, mask, INDEXED: tl.
 
 @triton.jit
 def _piece_kernel(
-    dy_ptr, order_ptr, piece_begin_ptr, piece_end_ptr, pieces_ptr, num_cols, stride_dr,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    dy_ptr, order_ptr, starts_ptr, first_piece_ptr, pieces_ptr, num_tokens, num_cols, stride_dr,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr, PIECE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     piece = tl.program_id(1)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < num_cols
-    begin = tl.load(piece_begin_ptr + piece)
-    end = tl.load(piece_end_ptr + piece)
+    # The token of this piece: the last one whose first piece is not after it, found by halving.
+    token = 0
+    width = 1 << STEPS
+    for _ in tl.static_range(STEPS):
+        width = width // 2
+        is_token = token + width < num_tokens
+        first = tl.load(first_piece_ptr + token + width, mask=is_token, other=piece + 1)
+        token = tl.where(first <= piece, token + width, token)
+    start = tl.load(starts_ptr + token)
+    begin = start + (piece - tl.load(first_piece_ptr + token)) * PIECE
+    end = tl.minimum(begin + PIECE, tl.load(starts_ptr + token + 1))
     total = _sum_run(dy_ptr, order_ptr, begin, end, stride_dr, cols, mask, True, UNROLL)
     tl.store(pieces_ptr + piece.to(tl.int64) * num_cols + cols, total, mask=mask)
 
@@ -100,22 +109,21 @@ def embedding_backward(dy: torch.Tensor, tokens: torch.Tensor, num_tokens: int, 
         if num_rows:
             _scatter_kernel[(num_rows, grid_cols)](dy, tokens, out, num_cols, dy.stride(0), BLOCK=BLOCK, num_warps=4)
         return out
-    sorted_tokens, order = torch.sort(tokens, stable=True)
-    starts = torch.searchsorted(sorted_tokens, torch.arange(num_tokens + 1, device=dy.device))
-    counts = starts.diff()
-    first_piece = torch.zeros(num_tokens + 1, dtype=torch.int64, device=dy.device)
-    torch.cumsum(torch.where(counts > PIECE, (counts + PIECE - 1) // PIECE, 0), 0, out=first_piece[1:])
+    # As int32: a sort takes half as many passes.
+    sorted_tokens, order = torch.sort(tokens.int(), stable=True)
+    every = torch.arange(num_tokens + 1, dtype=torch.int32, device=dy.device)
+    starts = torch.searchsorted(sorted_tokens, every, out_int32=True)
+    num_pieces_of = (starts.diff() + (PIECE - 1)) // PIECE
+    first_piece = torch.zeros(num_tokens + 1, dtype=torch.int32, device=dy.device)
+    torch.cumsum(num_pieces_of * (num_pieces_of > 1), 0, dtype=torch.int32, out=first_piece[1:])
     # Room for as many pieces as there can be, so that nothing waits for the count; unused ones are empty.
     num_pieces = 2 * (num_rows // PIECE)
-    piece = torch.arange(num_pieces, device=dy.device)
-    token = (torch.searchsorted(first_piece, piece, right=True) - 1).clamp(max=num_tokens - 1)
-    begin = (starts[token] + (piece - first_piece[token]) * PIECE).clamp(max=num_rows)
-    end = torch.minimum(begin + PIECE, starts[token + 1])
     pieces = torch.empty(num_pieces, num_cols, dtype=torch.float32, device=dy.device)
     if num_pieces:
         _piece_kernel[(grid_cols, num_pieces)](
-            dy, order, begin, end, pieces, num_cols, dy.stride(0), BLOCK=BLOCK, UNROLL=UNROLL, num_warps=4
-        )
+            dy, order, starts, first_piece, pieces, num_tokens, num_cols, dy.stride(0),
+            BLOCK=BLOCK, UNROLL=UNROLL, PIECE=PIECE, STEPS=num_tokens.bit_length(), num_warps=4,
+        )  # fmt: skip
     out = torch.empty(num_tokens, num_cols, dtype=torch.float32, device=dy.device)
     _token_kernel[(num_tokens, grid_cols)](
         dy, order, starts, pieces, first_piece, out, num_cols, dy.stride(0),

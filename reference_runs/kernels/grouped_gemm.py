@@ -12,15 +12,16 @@ Rows are sorted by expert (see `schedule`); rows of expert e meet that expert's 
 for y = prob * silu(gate) * up and z = y w2^T. dprob sums over F, which spans several N tiles, each
 computed by another program. That is the race, and it has three forms:
 
-    slots    tile n writes its part to slots[n, r], one writer each; then the slots are summed in index
-             order (`slots.sum_slots`)
+    slots    tile n writes its part to slots[n, r], one writer each; whichever tile finds that it is the
+             last to arrive sums the slots in index order (`slots.sum_if_last`)
     serial   tiles take turns: tile n waits until n - 1 has added, so dprob grows in the order of n. A
              program draws its tile from a counter, so whoever waits, waits for a tile already running
     atomic   every tile adds to dprob[r] when it gets there: the order is that of the GPU's scheduler
 
 Tiles of the same rows are launched side by side (n runs fastest): with rows fastest they would arrive
-one wave after another, and the atomic form looks reproducible while it is not. Inside a tile, one
-`tl.sum` over its columns is the order; it depends on the tile's width and the warps, hence constants.
+one wave after another, and the atomic form looks reproducible while it is not. Inside a tile, its four
+quarters are added from the left, and in a quarter `tl.sum` over the columns is the order; that depends
+on the tile's width and the warps, hence constants.
 slots and serial add in the same order and give the same bits.
 """
 
@@ -43,9 +44,11 @@ from bitcheck.reference_runs.kernels.gemm import (
 )
 from bitcheck.reference_runs.kernels.quantise import BLOCK, Quantised
 from bitcheck.reference_runs.kernels.schedule import TILE_ROWS, GroupSchedule
-from bitcheck.reference_runs.kernels.slots import sum_slots
+from bitcheck.reference_runs.kernels.slots import sum_if_last
 
 DprobForm = Literal["slots", "serial", "atomic"]
+EPILOGUE_REGISTERS = 168
+"""A thread, at most, so that three programs with an epilogue share a multiprocessor; no bit depends on it."""
 
 
 @triton.jit
@@ -74,6 +77,12 @@ def _grouped_gemm_kernel(
 
 
 @triton.jit
+def halve(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Return the left and the right half of `tile` [ROWS, COLS]."""
+    return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLS // 2)), (0, 2, 1)))
+
+
+@triton.jit
 def _swiglu_epilogue(
     dy, rows, cols, is_row, prob, hidden_ptr, scale_ptr, dhidden_ptr, num_cols, stride_hr, stride_hsb,
     SCALED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -86,7 +95,7 @@ def _swiglu_epilogue(
     gate = tl.load(hidden_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(hidden_ptrs + num_cols, mask=mask, other=0.0).to(tl.float32)
     if SCALED:  # by 1x128 along [gate | up]
-        if ALIGNED:  # half a tile lies inside one block
+        if ALIGNED:  # a quarter of a tile lies inside one block
             block = tl.min(cols, axis=0) // 128
             gate *= tl.load(scale_ptr + block * stride_hsb + rows, mask=is_row, other=0.0)[:, None]
             block += num_cols // 128
@@ -110,7 +119,7 @@ def _swiglu_epilogue(
 @triton.jit
 def _dswiglu_kernel(
     lhs_desc, rhs_desc, lhs_scale_ptr, rhs_scale_ptr, hidden_ptr, hidden_scale_ptr, prob_ptr, dhidden_ptr,
-     dprob_ptr, turn_ptr, tile_expert_ptr, tile_begin_ptr, tile_end_ptr,
+     dprob_ptr, slots_ptr, turn_ptr, tile_expert_ptr, tile_begin_ptr, tile_end_ptr,
     num_rows, num_cols, num_blocks, tiles_n, stride_lsr, stride_lsb, stride_rse, stride_rsr, stride_rsb,
     stride_hr, stride_hsb,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
@@ -135,22 +144,23 @@ def _dswiglu_kernel(
         0, num_blocks, stride_lsb, stride_rsb, TILE_M, TILE_N, BLOCK_K, False,
     )  # fmt: skip
 
-    # The epilogue takes the tile's columns in two halves, left before right: half the registers.
+    # The epilogue takes the tile's columns in quarters, from the left: a quarter of the registers.
     is_row = rows < end
     prob = tl.load(prob_ptr + rows, mask=is_row, other=0.0)
-    left, right = tl.split(tl.permute(tl.reshape(dy, (TILE_M, 2, TILE_N // 2)), (0, 2, 1)))
-    cols = tile_n * TILE_N + tl.arange(0, TILE_N // 2)
-    part = _swiglu_epilogue(
-        left, rows, cols, is_row, prob, hidden_ptr, hidden_scale_ptr, dhidden_ptr, num_cols,
-        stride_hr, stride_hsb, SCALED, ALIGNED,
-    )  # fmt: skip
-    part += _swiglu_epilogue(
-        right, rows, cols + TILE_N // 2, is_row, prob, hidden_ptr, hidden_scale_ptr, dhidden_ptr, num_cols,
-        stride_hr, stride_hsb, SCALED, ALIGNED,
-    )  # fmt: skip
+    left, right = halve(dy, TILE_M, TILE_N)
+    part = tl.zeros((TILE_M,), dtype=tl.float32)
+    for half in tl.static_range(2):
+        quarter_0, quarter_1 = halve(left if half == 0 else right, TILE_M, TILE_N // 2)
+        for quarter in tl.static_range(2):
+            cols = tile_n * TILE_N + (2 * half + quarter) * (TILE_N // 4) + tl.arange(0, TILE_N // 4)
+            part += _swiglu_epilogue(
+                quarter_0 if quarter == 0 else quarter_1, rows, cols, is_row, prob, hidden_ptr, hidden_scale_ptr,
+                dhidden_ptr, num_cols, stride_hr, stride_hsb, SCALED, ALIGNED,
+            )  # fmt: skip
 
     if FORM == "slots":
-        tl.store(dprob_ptr + tile_n.to(tl.int64) * num_rows + rows, part, mask=is_row)
+        tl.store(slots_ptr + tile_n.to(tl.int64) * num_rows + rows, part, mask=is_row)
+        sum_if_last(slots_ptr + rows, dprob_ptr + rows, is_row, num_rows, turn_ptr + row_tile, tiles_n, False)
     elif FORM == "atomic":
         tl.atomic_add(dprob_ptr + rows, part, mask=is_row, sem="relaxed")
     else:
@@ -228,26 +238,23 @@ def grouped_dgrad_swiglu(
     tiles_n, parts = triton.cdiv(num_cols, TILE_N), TILE_ROWS // TILE_M
     row_tiles = schedule.num_tiles * parts
     dhidden = torch.empty(num_rows, 2 * num_cols, dtype=out_dtype, device=device)
-    if form == "slots":
-        dprob = torch.empty(tiles_n, num_rows, dtype=torch.float32, device=device)
-    elif form == "serial":
-        dprob = torch.empty(num_rows, dtype=torch.float32, device=device)
-    else:
-        dprob = torch.zeros(num_rows, dtype=torch.float32, device=device)
-    turns = torch.zeros(1 + row_tiles, dtype=torch.int32, device=device) if form == "serial" else None
+    fill = torch.zeros if form == "atomic" else torch.empty
+    dprob = fill(num_rows, dtype=torch.float32, device=device)
+    slots = torch.empty(tiles_n, num_rows, dtype=torch.float32, device=device) if form == "slots" else None
+    turns = None if form == "atomic" else torch.zeros(1 + row_tiles, dtype=torch.int32, device=device)
     if not num_rows:
-        return dhidden, torch.empty(0, dtype=torch.float32, device=device)
+        return dhidden, dprob
     _dswiglu_kernel[(tiles_n * row_tiles,)](
         tile_descriptor(lhs.values, TILE_M), tile_descriptor(rhs.values, TILE_N), lhs.scales, rhs.scales,
-        values, scales, prob, dhidden, dprob, turns,
+        values, scales, prob, dhidden, dprob, slots, turns,
         schedule.tile_expert, schedule.tile_begin, schedule.tile_end, num_rows, num_cols,
         triton.cdiv(num_k, BLOCK), tiles_n, *lhs.scales.stride(), *rhs.scales.stride(),
         values.stride(0), 0 if scales is None else scales.stride(1),
         TILE_M=TILE_M, TILE_N=TILE_N, BLOCK_K=BLOCK, PARTS=parts, SCALED=scales is not None,
         ALIGNED=num_cols % BLOCK == 0, FORM=form,
-        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        num_warps=NUM_WARPS, num_stages=NUM_STAGES, maxnreg=EPILOGUE_REGISTERS,
     )  # fmt: skip
-    return dhidden, sum_slots(dprob) if form == "slots" else dprob
+    return dhidden, dprob
 
 
 def reference_grouped_gemm(lhs: torch.Tensor, rhs: torch.Tensor, schedule: GroupSchedule) -> torch.Tensor:

@@ -5,8 +5,8 @@ expert starting a block of its own. An expert's tokens may be split into parts t
 (split-K), because one program walking all tokens of a popular expert is the longest in the launch. Then
 parts of one dW tile meet, in two forms:
 
-    workspace   part s writes slots[s]; the slots are summed in index order. With one part there is no
-                workspace: one program writes the tile.
+    workspace   part s writes slots[s]; the part that arrives last sums the slots in index order
+                (`slots.sum_if_last`). With one part there is no workspace: one program writes the tile
     atomic      every part adds to dW when it gets there
 
 Inside a part, tokens are added in ascending blocks of 128 (the loop of `gemm.accumulate_tile`). The
@@ -25,19 +25,21 @@ import triton.language as tl
 from bitcheck.reference_runs.kernels.gemm import accumulate_tile, tile_descriptor
 from bitcheck.reference_runs.kernels.quantise import BLOCK, Quantised
 from bitcheck.reference_runs.kernels.schedule import GroupSchedule
-from bitcheck.reference_runs.kernels.slots import sum_slots
+from bitcheck.reference_runs.kernels.slots import sum_if_last
 
 WgradForm = Literal["workspace", "atomic"]
 TILE_N = 64
 TILE_C = 128
 NUM_WARPS = 4
 NUM_STAGES = 3
+REGISTERS = 168
+"""A thread, at most, so that three programs share a multiprocessor; no bit depends on it."""
 
 
 @triton.jit
 def _wgrad_kernel(
-    dy_desc, x_desc, dy_scale_ptr, x_scale_ptr, out_ptr, expert_tiles_ptr, num_rows, num_cols, tiles_c,
-    num_parts, stride_part,
+    dy_desc, x_desc, dy_scale_ptr, x_scale_ptr, out_ptr, slots_ptr, counter_ptr, expert_tiles_ptr,
+    num_rows, num_cols, tiles_c, num_parts, stride_part,
     TILE_N: tl.constexpr, TILE_C: tl.constexpr, BLOCK_T: tl.constexpr, FORM: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     # Parts of one tile run fastest, so they are launched side by side.
@@ -57,15 +59,17 @@ def _wgrad_kernel(
         tile_n * TILE_N, tile_c * TILE_C, begin, end, num_rows, num_cols, TILE_N, TILE_C, BLOCK_T, True,
     )  # fmt: skip
     mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
-    matrix = expert.to(tl.int64) * num_rows * num_cols
-    out_ptrs = out_ptr + matrix + rows[:, None].to(tl.int64) * num_cols + cols[None, :]
+    at = expert.to(tl.int64) * num_rows * num_cols + rows[:, None].to(tl.int64) * num_cols + cols[None, :]
     if FORM == "atomic":
-        tl.atomic_add(out_ptrs, out, mask=mask & (begin < end), sem="relaxed")
+        tl.atomic_add(out_ptr + at, out, mask=mask & (begin < end), sem="relaxed")
+    elif FORM == "slots":
+        tl.store(slots_ptr + part.to(tl.int64) * stride_part + at, out, mask=mask)
+        counter = counter_ptr + expert * tl.num_programs(0) + tile
+        sum_if_last(slots_ptr + at, out_ptr + at, mask, stride_part, counter, num_parts, ACCUMULATE)
     else:
-        out_ptrs += part.to(tl.int64) * stride_part
         if ACCUMULATE:
-            out += tl.load(out_ptrs, mask=mask, other=0.0)
-        tl.store(out_ptrs, out, mask=mask)
+            out += tl.load(out_ptr + at, mask=mask, other=0.0)
+        tl.store(out_ptr + at, out, mask=mask)
 
 
 def grouped_wgrad(
@@ -100,16 +104,20 @@ def grouped_wgrad(
         out = fill(shape, dtype=torch.float32, device=x.values.device)
     if not out.numel() or not depth:
         return out
-    in_slots = form == "workspace" and num_parts > 1
-    target = out.new_empty(num_parts, *shape) if in_slots else out
     tiles_c = triton.cdiv(num_cols, TILE_C)
-    _wgrad_kernel[(triton.cdiv(num_rows, TILE_N) * tiles_c * num_parts, schedule.num_experts)](
-        tile_descriptor(dy.values, TILE_N), tile_descriptor(x.values, TILE_C), dy.scales, x.scales, target,
-        schedule.expert_tiles, num_rows, num_cols, tiles_c, num_parts, out.numel(),
-        TILE_N=TILE_N, TILE_C=TILE_C, BLOCK_T=BLOCK, FORM=form, ACCUMULATE=accumulate and not in_slots,
-        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+    grid = (triton.cdiv(num_rows, TILE_N) * tiles_c * num_parts, schedule.num_experts)
+    slots = counters = None
+    if form == "workspace" and num_parts > 1:
+        slots = out.new_empty(num_parts, *shape)
+        counters = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=out.device)
+    _wgrad_kernel[grid](
+        tile_descriptor(dy.values, TILE_N), tile_descriptor(x.values, TILE_C), dy.scales, x.scales, out, slots,
+        counters, schedule.expert_tiles, num_rows, num_cols, tiles_c, num_parts, out.numel(),
+        TILE_N=TILE_N, TILE_C=TILE_C, BLOCK_T=BLOCK, ACCUMULATE=accumulate,
+        FORM="atomic" if form == "atomic" else "one" if slots is None else "slots",
+        num_warps=NUM_WARPS, num_stages=NUM_STAGES, maxnreg=REGISTERS,
     )  # fmt: skip
-    return sum_slots(target, out=out, accumulate=accumulate) if in_slots else out
+    return out
 
 
 def reference_grouped_wgrad(dy: torch.Tensor, x: torch.Tensor, schedule: GroupSchedule) -> torch.Tensor:

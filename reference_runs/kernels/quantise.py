@@ -34,10 +34,10 @@ BLOCK = 128
 """Elements that share a scale, along the dimension that a GEMM sums over."""
 ROWS_TILE = 32
 """Rows of a program of quantise_rows."""
-COLUMNS_TILE = 64
+COLUMNS_TILE = 32
 """Channels of a program of quantise_columns."""
 COLUMNS_WARPS = 4
-WEIGHT_WARPS = 8
+WEIGHT_WARPS = 16
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,9 @@
 Float addition does not associate, so only the second gives the same bits every time. Many slots are
 summed in groups of GROUP first, each group in index order, then the groups in index order: as fixed,
 and not one long chain of additions.
+
+Where few programs share a total, no second launch is needed (`sum_if_last`): the program that arrives
+last sums the slots. Which one that is changes from run to run; the order of the sum does not.
 """
 
 from __future__ import annotations
@@ -43,6 +46,26 @@ def _sum_slots_kernel(
             part = tl.load(slots_ptr + (first + step) * wide + at, mask=mask & is_slot, other=0.0)
             total = tl.where(is_slot, total + part, total)
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sum_if_last(slots_ptrs, out_ptrs, mask, stride_slot, counter_ptr, num_slots, ACCUMULATE: tl.constexpr):
+    """Count this program in, its slot being written; if it is the last of `num_slots`, write the total.
+
+    `slots_ptrs` and `out_ptrs` (any shape, float32) point at slot 0 and at the total, `counter_ptr` at an
+    int32 zero that these programs share. With ACCUMULATE the total is added to what is there.
+    """
+    tl.debug_barrier()  # every thread's part is written before this program is counted
+    arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+    if arrived == num_slots - 1:
+        # Past the first-level cache, which may hold what was there before another program wrote.
+        total = tl.load(slots_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+        if ACCUMULATE:
+            total += tl.load(out_ptrs, mask=mask, other=0.0)
+        for slot in range(1, num_slots):  # index order: the order of the sum
+            at = tl.cast(slot, tl.int64) * stride_slot
+            total += tl.load(slots_ptrs + at, mask=mask, other=0.0, cache_modifier=".cg")
+        tl.store(out_ptrs, total, mask=mask)
 
 
 def sum_slots(slots: torch.Tensor, *, out: torch.Tensor | None = None, accumulate: bool = False) -> torch.Tensor:

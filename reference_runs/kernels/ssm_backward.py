@@ -40,7 +40,7 @@ ScanForm = Literal["workspace", "atomic"]
 HEADS = 16
 """Heads that a program takes."""
 NUM_WARPS = 8
-NUM_STAGES = 2
+NUM_STAGES = 1
 
 
 @triton.jit
