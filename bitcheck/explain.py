@@ -46,6 +46,8 @@ class Findings:
     """Steps before the first difference that were not recorded."""
     phases: dict[Phase, tuple[int, int]] = field(default_factory=dict)
     """Of the first origin's step and rank: phase -> (events, events that differ)."""
+    num_unread_ranks: int = 0
+    """Ranks that differ in the first origins' step, in which they were not looked for."""
     parted_ranks: list[int] = field(default_factory=list)
     first_tensor: str | None = None
     """The first differing event that is no generator's state, where a generator's is the origin."""
@@ -128,7 +130,7 @@ def _ended_early(findings: Findings) -> str:
         how = {"killed": "was killed", "failed": "failed", "recording": "is still being recorded"}.get(
             status, "did not finish"
         )
-        where = f" on {_ranks(ranks)}" if findings.ranks > 1 else ""
+        where = f" on {format_ranks(ranks)}" if findings.ranks > 1 else ""
         parts.append(f"The {name} {how} and has fewer steps than the other run{where}.")
     if findings.steps:
         span = _plural(findings.steps, "step")
@@ -166,7 +168,7 @@ def _diverged(findings: Findings) -> list[str]:
     sentences.extend(first.remarks)
     others = findings.origins[1:]
     if others:
-        listed = _listed([_origin_name(origin, findings) for origin in others])
+        listed = _listed(_origin_names(others, findings))
         sentences.append(
             f"{_plural(len(others), 'further origin')} that {'does' if len(others) == 1 else 'do'} not depend on it: "
             f"{listed}."
@@ -177,16 +179,23 @@ def _diverged(findings: Findings) -> list[str]:
 def _where(origin: Origin, findings: Findings) -> str:
     rank = ""
     if len(origin.ranks) > 1:
-        rank = f" on {_ranks(origin.ranks)}"
+        rank = f" on {format_ranks(origin.ranks)}"
     elif findings.world_size > 1:
         rank = f" on rank {origin.rank}"
     mode = ", in an evaluation forward," if origin.is_eval else ""
     return f"step {origin.step}{rank}{mode}"
 
 
-def _origin_name(origin: Origin, findings: Findings) -> str:
-    rank = f" on rank {origin.rank}" if findings.world_size > 1 else ""
-    return f"{origin.site} in step {origin.step}{rank}"
+def _origin_names(origins: Sequence[Origin], findings: Findings) -> list[str]:
+    """Sites with their step and ranks; what several ranks have in common is said once."""
+    places: dict[tuple[str, int], list[int]] = {}
+    for origin in origins:
+        places.setdefault((origin.site, origin.step), []).extend(origin.ranks or (origin.rank,))
+    on_ranks = findings.world_size > 1
+    return [
+        f"{site} in step {step}{f' on {format_ranks(ranks)}' if on_ranks else ''}"
+        for (site, step), ranks in places.items()
+    ]
 
 
 def _tensor(origin: Origin) -> str:
@@ -299,8 +308,8 @@ def _gradient(first: Origin, where: str, findings: Findings) -> list[str]:
     ranks = findings.parted_ranks
     if len(ranks) > 1:
         sentences.append(
-            f"The gradients differ on {_ranks(ranks)}; level {findings.level} cannot tell a rank's own backward pass "
-            "from the reduction over ranks."
+            f"The gradients differ on {format_ranks(ranks)}; level {findings.level} cannot tell a rank's own backward "
+            "pass from the reduction over ranks."
         )
     else:
         sentences.append(
@@ -399,6 +408,12 @@ def _downstream(findings: Findings) -> list[str]:
         least = "" if findings.count_is_complete else "At least "
         verb = "differs" if findings.propagated == 1 else "differ"
         sentences.append(f"{least}{_plural(findings.propagated, 'other event')} {verb} and only inherited it.")
+    if findings.num_unread_ranks:
+        total = len(findings.parted_ranks) + findings.num_unread_ranks
+        sentences.append(
+            f"{total:,} ranks differ in this step; the {len(findings.parted_ranks):,} that differ earliest in it were "
+            "looked into."
+        )
     steps = [step for step, is_fragment in findings.later_steps if not is_fragment]
     if steps:
         sentences.append(f"{_plural(len(steps), 'later step')} {'differs' if len(steps) == 1 else 'differ'} as well.")
@@ -450,7 +465,7 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:MAX_NAMED])} and {len(names) - MAX_NAMED:,} more"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Ranks as spans: `ranks 0-3, 7`."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):

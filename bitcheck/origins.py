@@ -63,6 +63,8 @@ class OriginSearch:
             loaded = self._load(key, self._worth_loading(key, ranks))
             findings.count_is_complete &= len(loaded) == len(ranks)
             counted += len(loaded)
+            if not is_later:
+                findings.num_unread_ranks = len(ranks) - len(loaded)
             if not is_later and not self._has_common_site(loaded):
                 return None
             pairs = {rank: pair for rank, pair in loaded.items() if self._filter(pair, rank, key)}
@@ -95,9 +97,6 @@ class OriginSearch:
                 found.setdefault(key, []).append(rank)
         return dict(sorted(found.items()))
 
-    def _index(self, rank: int, key: StepKey) -> int:
-        return self._pairs[rank].places[key]
-
     def _worth_loading(self, key: StepKey, ranks: list[int]) -> list[int]:
         """Of very many ranks those that differ earliest in the step: before the reduction, if any does."""
         if len(ranks) <= MAX_LOADED_RANKS:
@@ -105,7 +104,7 @@ class OriginSearch:
         earliest = {}
         for rank in ranks:
             pairs = self._pairs[rank]
-            columns = pairs.parted[self._index(rank, key)] & _IS_ORDERED
+            columns = pairs.parted[self.tables.index(rank, key)] & _IS_ORDERED
             earliest[rank] = int(_ORDER[columns].min()) if columns.any() else len(PHASES)
         return sorted(sorted(ranks, key=lambda rank: (earliest[rank], rank))[:MAX_LOADED_RANKS])
 
@@ -134,7 +133,7 @@ class OriginSearch:
 
     def _filter(self, pair: StepPair, rank: int, key: StepKey) -> bool:
         """Take what is no divergence for equal; return whether anything else differs."""
-        index = self._index(rank, key)
+        index = self.tables.index(rank, key)
         rows = self._pairs[rank].rows
         is_initial = int(rows.kinds[index]) == int(StepKind.INITIAL)
         roots = [
@@ -177,7 +176,7 @@ class OriginSearch:
 
     def _previous(self, rank: int, key: StepKey) -> int | None:
         """The row pair whose end state enters the step, None where it was not recorded."""
-        index = self._index(rank, key)
+        index = self.tables.index(rank, key)
         rows = self._pairs[rank].rows
         return index - 1 if index and int(rows.steps[index - 1]) == key[0] - 1 else None
 
@@ -185,9 +184,10 @@ class OriginSearch:
         """Whether everything visible that enters a later step is equal on every rank: state, generators, batch."""
         for rank in (*ranks, *(self._pairs.keys() - set(ranks))):
             pairs = self._pairs[rank]
-            if key not in pairs.places:
+            index = pairs.place(key)
+            if index is None:
                 continue
-            index, previous = pairs.places[key], self._previous(rank, key)
+            previous = self._previous(rank, key)
             if previous is None or pairs.parted[index, COLUMN[Phase.BATCH]]:
                 return False
             place = int(pairs.rows.steps[previous]), False
@@ -195,7 +195,7 @@ class OriginSearch:
                 return False
         for rank in ranks:
             pairs = self._pairs[rank]
-            if pairs.parted[pairs.places[key], COLUMN[Phase.RNG]]:
+            if pairs.parted[self.tables.index(rank, key), COLUMN[Phase.RNG]]:
                 pair = self._load(key, [rank])[rank]
                 self._filter(pair, rank, key)
                 if any(pair.site(position).phase is Phase.RNG for position in pair.parted()):
@@ -206,7 +206,7 @@ class OriginSearch:
         """Return the origins of a step and how many other events differ in it."""
         step = key[0]
         rank = next(iter(pairs))
-        index = self._index(rank, key)
+        index = self.tables.index(rank, key)
         rows = self._pairs[rank].rows
         if int(rows.kinds[index]) == int(StepKind.INITIAL):
             findings.resumed = self._resumed(rank, index)
@@ -238,7 +238,7 @@ class OriginSearch:
         """The steps before this one that were not recorded, so that what entered it is unknown."""
         if self._previous(rank, key) is not None:
             return None
-        index = self._index(rank, key)
+        index = self.tables.index(rank, key)
         rows = self._pairs[rank].rows
         before = int(rows.steps[index - 1]) + 1 if index else None
         if before is None:

@@ -48,12 +48,14 @@ class DifferingRank:
     generators: npt.NDArray[np.int64]
     """Indices in `rows` where generator states differ."""
 
-    @cached_property
-    def places(self) -> dict[StepKey, int]:
-        """Where in `rows` a step is."""
-        fragment = int(StepKind.FRAGMENT)
-        pairs = zip(self.rows.steps.tolist(), self.rows.kinds.tolist(), strict=True)
-        return {(step, kind == fragment): index for index, (step, kind) in enumerate(pairs)}
+    def place(self, key: StepKey) -> int | None:
+        """Return where in `rows` a step is, None where it is not."""
+        steps, kinds = self.rows.steps, self.rows.kinds
+        first = int(np.searchsorted(steps, key[0]))
+        for index in range(first, min(first + 2, len(steps))):
+            if int(steps[index]) == key[0] and (int(kinds[index]) == int(StepKind.FRAGMENT)) == key[1]:
+                return index
+        return None
 
 
 @dataclass(slots=True)
@@ -202,10 +204,17 @@ class Tables:
             return None
         return DifferingRank(rows, parted, np.flatnonzero(differs), np.flatnonzero(generators))
 
+    def index(self, rank: int, key: StepKey) -> int:
+        """Return where among a differing rank's row pairs a step is."""
+        index = self.differing[rank].place(key)
+        if index is None:
+            raise KeyError(key)
+        return index
+
     def row_of(self, rank: int, key: StepKey) -> tuple[int, int]:
         """Return the rows of a step in the baseline's and in the candidate's table of a differing rank."""
         rows = self.differing[rank].rows
-        index = self.differing[rank].places[key]
+        index = self.index(rank, key)
         return int(rows.baseline[index]), int(rows.candidate[index])
 
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from bitcheck.answer import Answer, Cause, Origin, Verdict
+from bitcheck.explain import format_ranks
 
 MAX_ORIGINS = 5
 """Origins listed without `--all`."""
@@ -150,16 +151,23 @@ def describe_tensor(origin: Origin) -> str:
 
 
 def _origins(answer: Answer, show_all: bool) -> list[str]:
-    shown = answer.origins if show_all else answer.origins[:MAX_ORIGINS]
+    """Each origin on a line; without `--all` only a few, and what several ranks have in common once."""
+    groups: dict[tuple[object, ...], list[Origin]] = {}
+    for number, origin in enumerate(answer.origins):
+        key = (number,) if show_all else (origin.step, origin.site, origin.missing_in, origin.also)
+        groups.setdefault(key, []).append(origin)
+    shown = list(groups.values()) if show_all else list(groups.values())[:MAX_ORIGINS]
     lines = []
-    for origin in shown:
-        rank = f", rank {origin.rank}" if answer.compared.ranks > 1 else ""
-        lines.append(f"step {origin.step}{rank}: {describe_tensor(origin)}")
+    for origins in shown:
+        origin = origins[0]
+        ranks = [rank for other in origins for rank in (other.ranks or (other.rank,))]
+        where = f", {format_ranks(ranks)}" if answer.compared.ranks > 1 else ""
+        lines.append(f"step {origin.step}{where}: {describe_tensor(origin)}")
         also = origin.also if show_all else origin.also[:MAX_ALSO]
         lines.extend(f"  also {site}" for site in also)
         if len(also) < len(origin.also):
             lines.append(f"  and {len(origin.also) - len(also):,} more")
-    return [*lines, *_more(len(answer.origins) - len(shown))]
+    return [*lines, *_more(len(answer.origins) - sum(map(len, shown)))]
 
 
 def _compared(answer: Answer) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import bitcheck.origins
 from bitcheck.answer import Answer
 from bitcheck.diff import diff_runs
 from bitcheck.events import Event, Group, Level, Phase, Site, StepKind, StepRecord
@@ -388,6 +389,19 @@ def test_gradients_that_differ_on_all_ranks_at_level_state_are_one_origin() -> N
 def test_a_loss_that_differs_on_one_rank_explains_the_gradients_of_all_at_level_state() -> None:
     answer = compare(level=Level.STATE, num_ranks=3, faults=[(1, 1, "loss/loss:value")])
     assert [(origin.rank, origin.site) for origin in answer.origins] == [(1, "loss/loss:value")]
+
+
+@pytest.mark.parametrize("site", ["forward/blocks.1:out", "grad/blocks.1.weight:grad"])
+def test_of_very_many_ranks_those_that_differ_earliest_are_looked_into(
+    monkeypatch: pytest.MonkeyPatch, site: str
+) -> None:
+    monkeypatch.setattr(bitcheck.origins, "MAX_LOADED_RANKS", 2)
+    faults = [(rank, 1, "grad/blocks.0.weight:grad") for rank in range(4)] + [(4, 1, site)]
+    answer = compare(num_ranks=6, faults=faults)
+    assert answer.first is not None
+    assert answer.first.rank == (4 if site.startswith("forward") else 0)
+    assert len(answer.origins) == 1
+    assert "6 ranks differ in this step" in answer.explanation or site.startswith("grad")
 
 
 def test_one_setting_that_differs_on_every_rank_is_one_origin() -> None:

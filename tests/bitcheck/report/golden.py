@@ -57,6 +57,10 @@ REPORTS: dict[str, Callable[[], Answer]] = {
         make_run(num_ranks=3),
         make_run(num_ranks=3, faults=[(2, 1, "forward/blocks.1:out"), (0, 1, "backward/blocks.2.weight:grad")]),
     ),
+    "one_fault_on_every_rank": lambda: diff_runs(
+        make_run(num_ranks=9),
+        make_run(num_ranks=9, faults=[(rank, 1, "forward/blocks.1:out") for rank in (0, 1, 2, 3, 5, 6, 8)]),
+    ),
     "incomparable": lambda: diff_runs(make_run(num_steps=2), make_run(start_step=4, num_steps=2, explicit_start=True)),
 }
 
