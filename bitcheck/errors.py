@@ -19,6 +19,8 @@ A divergence is a result, not an error: it has no exception.
 
 from __future__ import annotations
 
+from typing import Any
+
 EXIT_IDENTICAL = 0
 """Identical, or the check passed (as diff(1))."""
 EXIT_DIFFERENT = 1
@@ -53,6 +55,10 @@ class DamagedStep(BrokenRun):
     def __init__(self, message: str, rank: int, step: int | None, found: str) -> None:
         super().__init__(message)
         self.rank, self.step, self.found = rank, step, found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Cross from one process to another whole."""
+        return DamagedStep, (str(self), self.rank, self.step, self.found)
 
 
 class FutureRun(RunError):

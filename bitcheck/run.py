@@ -238,21 +238,33 @@ class Run:
         if reader is not None:
             reader.close()
 
-    def read_tails(self, ranks: Sequence[int] | None = None) -> np.ndarray:
+    def read_tails(self, ranks: Sequence[int] | None = None, *, num_processes: int = 1) -> np.ndarray:
         """Return one `bitcheck.store.TAIL_ROW` for each of `ranks` (all that have a file), in their order.
 
-        About 0.2 ms a rank. Files that were not open are closed again.
+        About 0.25 ms a rank; with `num_processes` above 1 that many Python processes are started for it
+        (the calling program must then guard its main module, as for any use of `multiprocessing`).
+        Files that were not open are closed again. Raises RunError where a file cannot be read.
         """
         import numpy as np
 
         from bitcheck.store import TAIL_ROW
 
-        tails = np.zeros(len(self.ranks) if ranks is None else len(ranks), TAIL_ROW)
-        for position, rank in enumerate(self.ranks if ranks is None else ranks):
-            was_open = rank in self._readers
-            tails[position] = self.rank(rank).tail()
-            if not was_open:
-                self.close_rank(rank)
+        wanted = self.ranks if ranks is None else list(ranks)
+        if num_processes > 1 and len(wanted) > 1:
+            parts = [wanted[start::num_processes] for start in range(num_processes)]
+            tails = np.zeros(len(wanted), TAIL_ROW)
+            import multiprocessing
+
+            with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+                for start, part in enumerate(pool.starmap(_read_tails, [(self.path, part) for part in parts])):
+                    tails[start::num_processes] = part
+        else:
+            tails = np.zeros(len(wanted), TAIL_ROW)
+            for position, rank in enumerate(wanted):
+                was_open = rank in self._readers
+                tails[position] = self.rank(rank).tail()
+                if not was_open:
+                    self.close_rank(rank)
         if ranks is None:
             self._rank_statuses = set(tails["status"].tolist())
         return tails
@@ -273,6 +285,12 @@ class Run:
         if self.missing_ranks and "recording" not in found:
             found.add("killed")
         return next(status for status in ("failed", "killed", "recording", "complete") if status in found)
+
+
+def _read_tails(path: Path, ranks: list[int]) -> np.ndarray:
+    """Do the work of `Run.read_tails` in another process."""
+    with Run(path) as run:
+        return run.read_tails(ranks)
 
 
 def _read_document(folder: Path) -> dict[str, Any]:

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bitcheck.document import encode_document
-from bitcheck.errors import BitcheckError, BrokenRun, FutureRun, NotARun, RecordingError
+from bitcheck.errors import BitcheckError, BrokenRun, DamagedStep, FutureRun, NotARun, RecordingError
 from bitcheck.events import Level
 from bitcheck.process import is_gone, this_process
 from bitcheck.run import create_run, open_run, rank_path, update_run
@@ -57,6 +58,20 @@ def test_a_finished_run_says_what_was_recorded(tmp_path: Path) -> None:
         assert run.read_tails()["num_rows"].tolist() == [4, 4]
         assert run.read_tails([1])["rank"].tolist() == [1]
     assert names_in(folder) == ["rank-00000.h5", "rank-00000.seal", "rank-00001.h5", "rank-00001.seal", "run.json"]
+
+
+def test_several_processes_read_what_one_does(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", 2, world_size=5)
+    with open_run(folder) as run:
+        assert (run.read_tails(num_processes=3) == run.read_tails()).all()
+        assert (run.read_tails([4, 1], num_processes=2)["rank"] == [4, 1]).all()
+    with h5py.File(rank_path(folder, 4), "r+") as file:
+        row = file["steps"][-1]
+        row["chain"][0] ^= 1
+        file["steps"][-1] = row
+    with open_run(folder) as run, pytest.raises(DamagedStep, match="row 2 was changed") as caught:
+        run.read_tails(num_processes=2)
+    assert (caught.value.rank, caught.value.step, caught.value.found) == (4, 1, "row 2 was changed")
 
 
 def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
