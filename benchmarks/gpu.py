@@ -144,7 +144,7 @@ def naive_block(job: Job, steps: int, micro_batches: int) -> None:
     for _ in range(steps):
         job.step(micro_batches)
         for tensor in job.state():
-            hashlib.md5(tensor.detach().cpu().view(torch.uint8).numpy().tobytes()).digest()
+            hashlib.md5(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
 
 
 def debug_block(job: Job, steps: int, micro_batches: int, kind: str) -> None:
