@@ -104,7 +104,7 @@ def is_generator(site: Site) -> bool:
     return site.phase is Phase.RNG and site.slot == "state"
 
 
-def _is_result(site: Site, group: Group | None) -> bool:
+def is_result(site: Site, group: Group | None) -> bool:
     """Whether an operation wrote it, rather than read it."""
     slot = site.slot.removeprefix(group.op.partition(" in ")[0] + ".") if group is not None else site.slot
     return slot == "out" or slot.startswith("out.") or slot.endswith(".written")
@@ -247,7 +247,7 @@ class _StepGraph:
         """
         if site.phase is Phase.BATCH:
             return self._batch(place, site, inputs)
-        if site.phase is Phase.GRAD and not _is_result(site, self.pairs[place.rank].group(place.position)):
+        if site.phase is Phase.GRAD and not is_result(site, self.pairs[place.rank].group(place.position)):
             return self._grad(place, site, inputs)
         return self._observed(place, site, inputs)
 
@@ -482,7 +482,7 @@ class _StepGraph:
         """Whether edges show everything that the event depends on: an operation wrote it, and drew nothing unseen."""
         pair = self.pairs[blame.shown.rank]
         group, site = pair.group(blame.shown.position), pair.site(blame.shown.position)
-        if blame.is_structural or group is None or not is_operation(group) or not _is_result(site, group):
+        if blame.is_structural or group is None or not is_operation(group) or not is_result(site, group):
             return False
         inputs = pair.inputs(blame.shown.position)
         draws = _DRAWING.search(group.op) is not None

@@ -30,6 +30,7 @@ from bitcheck.attribution import (
     is_argument,
     is_local_gradient,
     is_operation,
+    is_result,
     owner_of,
 )
 from bitcheck.digest import differing_elements
@@ -50,6 +51,12 @@ _CAUSE_OF_PHASE = {
     Phase.SCALAR: Cause.HYPERPARAMETER,
     Phase.EXTRA: Cause.COMPUTE,
 }
+PROGRAM = "program"
+"""The path of operations that run outside all modules."""
+READ_DIFFERENT = (
+    "Every recorded operation that wrote this argument gave equal bits: either part of its memory was never written "
+    "(torch.empty), or something that is not dispatched changed it (a kernel of one's own, numpy)."
+)
 _COMPUTED = (Cause.FORWARD, Cause.BACKWARD, Cause.OPTIMIZER, Cause.COLLECTIVE)
 """Causes that rest on the state before the step being equal."""
 
@@ -79,6 +86,10 @@ def describe_step_origins(
         )
         also.pop(origin.site, None)
         ranks = blame.ranks if len(blame.ranks) > 1 else []
+        group = pair.group(blame.shown.position)
+        is_read = is_operation(group) and not is_result(pair.site(blame.shown.position), group)
+        if is_read and cause in _COMPUTED:
+            origin = replace(origin, remarks=(READ_DIFFERENT,))
         origins.append(replace(origin, also=tuple(also), ranks=tuple(ranks), order=blame.order))
     return origins
 
@@ -127,7 +138,13 @@ def _cause_of(blame: Blame, pair: StepPair, world_size: int) -> Cause:
         return Cause.STRUCTURE
     if site.phase is Phase.COMM:
         return Cause.COMPUTE if is_argument(site) else Cause.COLLECTIVE
-    if site.phase is Phase.GRAD and is_operation(pair.group(blame.shown.position)):
+    group = pair.group(blame.shown.position)
+    if group is not None and is_operation(group) and not is_result(site, group):
+        if site.slot.endswith(".scalars"):  # a number that the program made, and no operation
+            return Cause.HYPERPARAMETER if site.phase is Phase.OPTIM else Cause.DATA
+        if site.phase is Phase.FORWARD and site.path == PROGRAM:  # the program chose another tensor
+            return Cause.DATA
+    if site.phase is Phase.GRAD and is_operation(group):
         return Cause.BACKWARD  # clipping and the like, between backward and the optimizer
     if site.phase is Phase.GRAD:
         return Cause.COLLECTIVE if has_local_gradients(pair) and world_size > 1 else Cause.COMPUTE

@@ -215,6 +215,15 @@ def _also(origin: Origin) -> list[str]:
 
 
 def _data(first: Origin, where: str, findings: Findings) -> list[str]:
+    if first.phase != Phase.BATCH:
+        values = ""
+        if first.baseline_value is not None:
+            values = f" ({first.baseline_value} in the baseline, {first.candidate_value} in the candidate)"
+        return [
+            f"The program gave the operation {first.op} another argument in {where}: {_tensor(first)}{values}. All "
+            "that was recorded before it agrees, so it comes from outside: data, or a choice made in Python.",
+            *_also(first),
+        ]
     return [
         f"The batch of {where} differs: {_tensor(first)}, while the state before it is equal in both runs.",
         *([f"So {_do(len(first.also))} {_listed(list(first.also))}."] if first.also else []),
@@ -261,6 +270,8 @@ def _computation(first: Origin, where: str, findings: Findings) -> list[str]:
     who = first.module or first.tensor
     op = f" ({first.op})" if first.op and first.op != first.module else ""
     equal = "inputs" if findings.gap is None else "recorded inputs"
+    if first.remarks:
+        return [f"{who}{op} read other bits in the {pass_name} of {where}: {_tensor(first)}.", *_also(first)]
     return [
         f"{who}{op} gave other bits from equal {equal} in the {pass_name} of {where}: {_tensor(first)}.",
         *_also(first),

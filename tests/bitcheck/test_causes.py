@@ -1,0 +1,147 @@
+"""Which word a cause has, and what is advised about it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bitcheck.answer import Cause, Origin
+from bitcheck.attribution import attribute_step
+from bitcheck.causes import describe_step_origins
+from bitcheck.events import Level, Phase
+from bitcheck.naming import Naming
+from bitcheck.remedies import REMEDIES, find_remedy
+from tests.bitcheck.test_attribution import Step
+
+
+def origins_of(*steps: Step, has_gap: bool = False) -> list[Origin]:
+    pairs = {rank: step.pair(rank) for rank, step in enumerate(steps)}
+    naming = Naming()
+    for pair in pairs.values():
+        naming.learn(pair.baseline)
+    blames = attribute_step(pairs).blames
+    return describe_step_origins(blames, pairs, 5, naming, world_size=len(steps), has_gap=has_gap)
+
+
+def operation(site: str, *, where: str, op: str, sources: tuple[str, ...] = ()) -> Step:
+    step = Step().add("forward/mix:out")
+    return step.add(site, "other", group=step.group("op", where, op), inputs=sources)
+
+
+@pytest.mark.parametrize(
+    ("site", "where", "op", "cause"),
+    [
+        ("forward/mix:aten.mm.default.out", "mix", "aten.mm.default", Cause.FORWARD),
+        ("backward/mix:aten.mm.default.out", "mix", "aten.mm.default in MmBackward0", Cause.BACKWARD),
+        ("forward/mix:aten.mean.dim.self", "mix", "aten.mean.dim", Cause.FORWARD),
+        ("forward/mix:aten.full.default.scalars", "mix", "aten.full.default", Cause.DATA),
+        ("forward/program:aten.stack.default.tensors.0", "program", "aten.stack.default", Cause.DATA),
+        ("forward/program:aten.stack.default.out", "program", "aten.stack.default", Cause.FORWARD),
+        ("batch/program:aten.nll_loss_forward.default.target", "program", "aten.nll_loss_forward.default", Cause.DATA),
+        ("grad/program:aten.mul_.Tensor.self.written", "program", "aten.mul_.Tensor", Cause.BACKWARD),
+        ("optim/:aten.addcdiv_.default.self.written", "", "aten.addcdiv_.default", Cause.OPTIMIZER),
+        ("optim/:aten.addcdiv_.default.scalars", "", "aten.addcdiv_.default", Cause.HYPERPARAMETER),
+    ],
+)
+def test_an_operation_has_the_cause_of_what_differs_about_it(site: str, where: str, op: str, cause: Cause) -> None:
+    origins = origins_of(operation(site, where=where, op=op, sources=("forward/mix:out",)))
+    assert [(origin.cause, origin.op) for origin in origins] == [(cause, op)]
+
+
+def test_an_argument_that_no_recorded_operation_changed_is_remarked() -> None:
+    read = origins_of(operation("forward/mix:aten.mean.dim.self", where="mix", op="aten.mean.dim"))[0]
+    wrote = origins_of(operation("forward/mix:aten.mean.dim.out", where="mix", op="aten.mean.dim"))[0]
+    assert "torch.empty" in read.remarks[0]
+    assert wrote.remarks == ()
+
+
+@pytest.mark.parametrize(
+    ("site", "cause", "with_gap"),
+    [
+        ("forward/mix:out", Cause.FORWARD, Cause.COMPUTE),
+        ("param/mix.weight:value", Cause.OPTIMIZER, Cause.COMPUTE),
+        ("batch/:in.0", Cause.DATA, Cause.DATA),
+        ("scalar/0:lr", Cause.HYPERPARAMETER, Cause.HYPERPARAMETER),
+    ],
+)
+def test_after_unrecorded_steps_no_computation_is_accused(site: str, cause: Cause, with_gap: Cause) -> None:
+    step = Step().add(site, "other")
+    assert [origin.cause for origin in origins_of(step)] == [cause]
+    assert [origin.cause for origin in origins_of(step, has_gap=True)] == [with_gap]
+
+
+def origin(cause: Cause, *, phase: str = "forward", op: str | None = None, module: str | None = "blocks.1") -> Origin:
+    site = f"{phase}/{module}:out"
+    return Origin(3, 0, phase, site, module, op, site, "float32", (4,), None, cause)
+
+
+@pytest.mark.parametrize("cause", list(Cause))
+@pytest.mark.parametrize("level", list(Level))
+def test_every_cause_has_advice_that_ends_as_a_sentence(cause: Cause, level: Level) -> None:
+    advice = find_remedy(cause, [] if cause is Cause.ENDED_EARLY else [origin(cause)], level)
+    assert len(advice) > 40
+    assert advice.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("op", "words"),
+    [
+        ("IndexBackward0", "torch.use_deterministic_algorithms(True)"),
+        ("aten.index_put_.default", "torch.use_deterministic_algorithms(True)"),
+        ("aten._index_put_impl_.default", "torch.use_deterministic_algorithms(True)"),
+        ("EmbeddingBackward0", "torch.use_deterministic_algorithms(True)"),
+        ("ScatterAddBackward0", "torch.use_deterministic_algorithms(True)"),
+        ("ScaledDotProductFlashAttentionBackward0", "deterministic=True for flash_attn"),
+        ("FlashAttnFuncBackward", "deterministic=True for flash_attn"),
+        ("ConvolutionBackward0", "cudnn.benchmark = False"),
+        ("Dropout", "preserve_rng_state=True"),
+        ("AddmmBackward0", "CUBLAS_WORKSPACE_CONFIG"),
+        ("aten.mm.default", "CUBLAS_WORKSPACE_CONFIG"),
+        ("SplitLinear", "unordered reductions"),
+    ],
+)
+def test_the_advice_is_that_of_the_op(op: str, words: str) -> None:
+    assert words in find_remedy(Cause.BACKWARD, [origin(Cause.BACKWARD, phase="backward", op=op)], Level.OP)
+
+
+@pytest.mark.parametrize(
+    ("level", "words"), [(Level.STATE, "--level module"), (Level.MODULE, "--level op"), (Level.OP, None)]
+)
+def test_a_finer_level_is_advised_as_long_as_there_is_one(level: Level, words: str | None) -> None:
+    advice = find_remedy(Cause.FORWARD, [origin(Cause.FORWARD, op="Mix")], level)
+    assert ("--level" in advice) == (words is not None)
+    assert words is None or words in advice
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        ("param", "not cast"),
+        ("buffer", "buffers"),
+        ("optim", "optimizer.state_dict()"),
+        ("extra", "tracked extra state"),
+    ],
+)
+def test_what_a_checkpoint_lacks_is_named(phase: str, words: str) -> None:
+    lacking = replace(origin(Cause.RESTORE, phase=phase), tensor="ema")
+    assert words in find_remedy(Cause.RESTORE, [lacking], Level.STATE)
+
+
+def test_a_gradient_that_is_none_is_not_a_branch() -> None:
+    assert "zero_grad" in find_remedy(Cause.STRUCTURE, [origin(Cause.STRUCTURE, phase="grad")], Level.STATE)
+    assert "zero_grad" not in find_remedy(Cause.STRUCTURE, [origin(Cause.STRUCTURE)], Level.STATE)
+
+
+def test_no_entry_of_the_table_is_hidden_by_those_before_it() -> None:
+    """Some origin gets each advice: an entry that none gets is dead."""
+    ops = ["Dropout", "IndexBackward0", "FlashAttnFuncBackward", "ConvolutionBackward0", "AddmmBackward0", None]
+    phases = [str(phase) for phase in Phase]
+    given = {
+        find_remedy(cause, [origin(cause, phase=phase, op=op)], Level.OP)
+        for cause in Cause
+        for op in ops
+        for phase in phases
+    }
+    for remedy in REMEDIES:
+        assert any(text.startswith(remedy.advice) for text in given), remedy.advice
