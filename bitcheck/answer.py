@@ -5,7 +5,7 @@
      "origins": [...], "propagated": 14, "explanation": "...", "remedy": "...", ...}
 
 Keys beyond the schema: an origin has `cause`, and where they say something `also` (other outputs of
-the same computation that differ), `missing_in`, `baseline_value` and `candidate_value` and `ranks`;
+the same computation that differ), `missing_in`, `baseline_value` and `candidate_value`, `line` and `ranks`;
 the answer has `notes` and `unobserved`. Place in the flow: diff -> *answer* -> report.
 """
 
@@ -66,6 +66,8 @@ class Origin:
     baseline_value: str | None = None
     candidate_value: str | None = None
     """`repr` of a Python value in each run."""
+    line: str | None = None
+    """The Python line that asked for the operation, where lines were noted."""
     ranks: tuple[int, ...] = ()
     """All ranks on which this one origin was seen, where more than one."""
     is_eval: bool = False
@@ -96,6 +98,8 @@ class Origin:
         if self.baseline_value is not None or self.candidate_value is not None:
             answer["baseline_value"] = self.baseline_value
             answer["candidate_value"] = self.candidate_value
+        if self.line is not None:
+            answer["line"] = self.line
         if self.ranks:
             answer["ranks"] = list(self.ranks)
         if self.is_eval:

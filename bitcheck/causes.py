@@ -22,6 +22,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from bitcheck.answer import Cause, Origin
 from bitcheck.attribution import (
     CALLS,
@@ -37,6 +39,7 @@ from bitcheck.digest import differing_elements
 from bitcheck.events import Group, Phase, Site
 from bitcheck.naming import Naming
 from bitcheck.pairing import Standing, StepPair
+from bitcheck.views import StepView
 
 _CAUSE_OF_PHASE = {
     Phase.BATCH: Cause.DATA,
@@ -112,6 +115,7 @@ def describe_event(pair: StepPair, position: int, step: int, cause: Cause, namin
     group = pair.group(position)
     ours, theirs = int(pair.baseline_index[position]), int(pair.candidate_index[position])
     standing = Standing(int(pair.standing[position]))
+    is_value = not _bears_line(holder, index)
     missing = {Standing.BASELINE_ONLY: "candidate", Standing.CANDIDATE_ONLY: "baseline"}.get(standing)
     return Origin(
         step=step,
@@ -126,8 +130,9 @@ def describe_event(pair: StepPair, position: int, step: int, cause: Cause, namin
         elements=_elements(pair, ours, theirs),
         cause=cause,
         missing_in=missing,
-        baseline_value=pair.baseline.value(ours) if ours >= 0 else None,
-        candidate_value=pair.candidate.value(theirs) if theirs >= 0 else None,
+        baseline_value=pair.baseline.value(ours) if is_value and ours >= 0 else None,
+        candidate_value=pair.candidate.value(theirs) if is_value and theirs >= 0 else None,
+        line=_line_of(pair, position),
         is_eval=site.is_eval,
     )
 
@@ -149,6 +154,24 @@ def _cause_of(blame: Blame, pair: StepPair, world_size: int) -> Cause:
     if site.phase is Phase.GRAD:
         return Cause.COLLECTIVE if has_local_gradients(pair) and world_size > 1 else Cause.COMPUTE
     return _CAUSE_OF_PHASE[site.phase]
+
+
+def _bears_line(step: StepView, index: int) -> bool:
+    """Whether an event's value, where it has one, is a line: that of a tensor which an operation gave."""
+    number = int(step.group_of[index])
+    is_plain = step.dtypes[index].startswith(("python.", "numpy."))
+    return number >= 0 and is_operation(step.groups[number]) and not is_plain
+
+
+def _line_of(pair: StepPair, position: int) -> str | None:
+    """The Python line of the operation: its results bear it, its arguments do not."""
+    step, index = pair.holder(position)
+    number = int(step.group_of[index])
+    if number < 0 or not is_operation(step.groups[number]):
+        return None
+    members = np.flatnonzero(np.asarray(step.group_of) == number).tolist()
+    lines = (step.value(member) for member in members if _bears_line(step, member))
+    return next((line for line in lines if line is not None), None)
 
 
 def _module_of(site: Site, group: Group | None, naming: Naming) -> str | None:
@@ -191,7 +214,7 @@ def _elements(pair: StepPair, ours: int, theirs: int) -> tuple[int, int] | None:
     if shape != tuple(candidate.shapes[theirs]) or baseline.dtypes[ours] != candidate.dtypes[theirs]:
         return None
     num_bytes = int(baseline.num_bytes[ours])
-    if baseline.value(ours) is not None:
+    if baseline.value(ours) is not None and not _bears_line(baseline, ours):
         return None
     count = math.prod(shape)
     itemsize = num_bytes // count if count else 0

@@ -38,6 +38,10 @@ class Options:
     """Keep leaf digests of `all` tensors, of `none`, or of those of up to so many bytes."""
     strict: bool = False
     """Fail the program where recording fails, instead of letting it go on unrecorded."""
+    stacks: bool = False
+    """At level `op`: note the Python line that asked for each operation."""
+    capture: Mapping[str, Any] | None = None
+    """At level `op`: save the inputs of one operation (`bitcheck.hooks.capture`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,8 @@ class Settings:
     final: Mapping[str, int] | None = None
     """For `selfcheck`: after how many optimizer steps each rank's state is digested, by rank; an empty
     mapping only counts the steps; None does neither."""
+    scan: Mapping[str, Any] | None = None
+    """For `scan`: {"folder": where each rank's findings go, "poison": bool}; None does not scan."""
     final_folder: str = ""
     """Absolute path of where `selfcheck` collects steps and states."""
 
@@ -74,6 +80,7 @@ def read_settings(content: Mapping[str, Any]) -> Settings:
         run_id=content["run_id"],
         options=None if options is None else Options(**options),
         final=content["final"],
+        scan=content.get("scan"),
         final_folder=content["final_folder"],
     )
 

@@ -53,6 +53,10 @@ def attach(content: Mapping[str, Any]) -> None:
         from bitcheck.hooks.loaders import add_worker
 
         add_worker(settings)
+    if settings.scan is not None:
+        from bitcheck.hooks.scan import begin_scan
+
+        begin_scan(settings)
     if settings.final is not None:
         from bitcheck.hooks.final import watch_final_state
 
@@ -133,6 +137,8 @@ class Attachment:
             steps=(None, None) if options.steps is None else parse_steps(options.steps),
             every=options.every,
             is_strict=options.strict,
+            capture=options.capture,
+            with_lines=options.stacks,
             on_first_step=self._describe_run,
             on_trouble=self._tell,
         )

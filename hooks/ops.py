@@ -18,6 +18,7 @@ under autograd, so it sees backward and the optimizer as well; it changes no ope
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitcheck.events import Phase, Site
+from bitcheck.hooks.capture import Capture
 from bitcheck.hooks.dynamo import is_quiet, paused, skip_frame
+from bitcheck.hooks.lines import Lines
 from bitcheck.hooks.modules import in_backward, named_tensors
 from bitcheck.hooks.op_schema import OpFacts, facts_of, named_arguments
 from bitcheck.hooks.steps import StepBuilder
@@ -62,6 +65,8 @@ class Opened(NamedTuple):
     group: int
     occurrence: int
     inputs: list[int]
+    line: str | None
+    """The Python line that asked for it, where lines are noted."""
 
 
 class _Memory:
@@ -78,9 +83,11 @@ class _Memory:
 class OpHooks(TorchDispatchMode):
     """Records the operations of one recorder's process."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, capture: Mapping[str, Any] | None = None, with_lines: bool = False) -> None:
         super().__init__()
         self._recorder = recorder
+        self._capture = Capture(capture) if capture is not None else None
+        self._lines = Lines() if with_lines else None
         self._memory: dict[int, _Memory] = {}
         self._state: set[int] = set()
         self._state_of: StepBuilder | None = None
@@ -165,6 +172,8 @@ class OpHooks(TorchDispatchMode):
         op = facts.name if not where.node else f"{facts.name} in {where.node}"
         group = builder.add_group("op", where.root, where.path, op, where.parent)
         occurrence = builder.count(where.phase, where.root, where.path, facts.name, where.is_eval)
+        if self._capture is not None:
+            self._save(self._capture, facts, where, occurrence, args, kwargs)
         inputs: list[int] = []
         for name, tensor in tensors:
             if name.partition(".")[0] in facts.unread:
@@ -182,7 +191,18 @@ class OpHooks(TorchDispatchMode):
             for index in added:
                 builder.record.events[index].group = group
             inputs += added
-        return Opened(where, group, occurrence, inputs)
+        line = self._lines.note(where.phase) if self._lines is not None else None
+        return Opened(where, group, occurrence, inputs, line)
+
+    def _save(self, capture: Capture, facts: OpFacts, where: Location, occurrence: int, args: Any, kwargs: Any) -> None:
+        builder = where.builder
+        place = (builder.step, where.phase, where.root, where.path, facts.name, occurrence, where.is_eval)
+        if not capture.wants(*place):
+            return
+        try:
+            capture.save(facts, args, kwargs)
+        except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
+            builder.miss(f"the inputs of {facts.name} were not saved: {error}")
 
     @paused
     def _end(self, facts: OpFacts, opened: Opened, args: Any, kwargs: Any, result: Any) -> None:
@@ -198,11 +218,14 @@ class OpHooks(TorchDispatchMode):
             if _has_bytes(tensor) and _storage(tensor) not in storages
         ]  # fmt: skip
         if not written:
-            given = {_storage(value) for _, value in named_arguments(facts, args, kwargs) if isinstance(value, torch.Tensor)}
+            values = (value for _, value in named_arguments(facts, args, kwargs))
+            given = {_storage(value) for value in values if isinstance(value, torch.Tensor)}
             outputs = [(slot, tensor) for slot, tensor in outputs if _storage(tensor) not in given]
         for slot, tensor in (*written, *outputs):
             site = Site(where.phase, where.root, where.path, f"{facts.name}.{slot}", opened.occurrence, where.is_eval)
             events = builder.add_tensor(site, tensor, opened.group, opened.inputs)
+            for index in events if opened.line else ():
+                builder.record.events[index].value = opened.line
             self._note_write(builder, tensor, events, is_new=slot.startswith("out"))
 
     def _record_generator(

@@ -65,6 +65,8 @@ class Recorder:
         steps: tuple[int | None, int | None] = (None, None),
         every: int = 1,
         is_strict: bool = False,
+        capture: Mapping[str, Any] | None = None,
+        with_lines: bool = False,
         on_first_step: Callable[[], None] = lambda: None,
         on_trouble: Callable[[BitcheckError], None] | None = None,
     ) -> None:
@@ -96,7 +98,7 @@ class Recorder:
         self.gradients = GradientHooks(self)
         self.optimizers = OptimizerHooks(self)
         self.collectives = CollectiveHooks(self) if self.level is not Level.STATE else None
-        self.ops = OpHooks(self) if self.level is Level.OP else None
+        self.ops = OpHooks(self, capture, with_lines) if self.level is Level.OP else None
         self._start_step = start_step
         self.current = self._new_step(start_step)
 

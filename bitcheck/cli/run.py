@@ -38,6 +38,7 @@ from bitcheck.settings import Options, parse_leaves, parse_steps
 @click.option(
     "--strict", is_flag=True, help="Fail the program where recording fails (a full disk), instead of going on."
 )
+@click.option("--stacks", is_flag=True, help="At level op, note the Python line that asked for each operation.")
 @click.option("--overwrite", is_flag=True, help="Replace a run that is in the folder.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD [ARGS]...")
 @click.pass_context
@@ -50,6 +51,7 @@ def command(
     start_step: int | None,
     leaves: str,
     strict: bool,
+    stacks: bool,
     overwrite: bool,
     command: tuple[str, ...],
 ) -> None:
@@ -68,7 +70,7 @@ def command(
 
     if steps is not None:
         parse_steps(steps)
-    options = Options(level, steps, every, start_step, parse_leaves(leaves), strict)
+    options = Options(level, steps, every, start_step, parse_leaves(leaves), strict, stacks)
     try:
         ending = record_program(command, folder, options, overwrite=overwrite)
     except ProgramNotFound as error:

@@ -134,7 +134,8 @@ def _where(answer: Answer, first: Origin) -> list[str]:
         facts.append(first.module)
     if first.op:
         facts.append(f"op {first.op}")
-    return [", ".join(facts), describe_tensor(first)]
+    asked = [f"asked for by {first.line}"] if first.line is not None else []
+    return [", ".join(facts), describe_tensor(first), *asked]
 
 
 def describe_tensor(origin: Origin) -> str:

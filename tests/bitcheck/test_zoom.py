@@ -1,0 +1,246 @@
+"""The step that parted, recorded again at level op. The programs run in this process, recorded as ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from bitcheck.errors import ProgramFailed, UsageError
+from bitcheck.events import Level
+from bitcheck.hooks import replay
+from bitcheck.hooks.recorder import Recorder
+from bitcheck.launch import Ending, Watch
+from bitcheck.repro import run_repro
+from bitcheck.run import create_run, rank_path, update_run
+from bitcheck.settings import Options, parse_steps
+from bitcheck.store import RankWriter
+from bitcheck.trials import Trial
+from bitcheck.zoom import ZoomPlan, confirm, find_checkpoints, zoom
+
+STEPS = 4
+
+
+_library = torch.library.Library("bitcheck_tests_zoom", "DEF")
+_library.define("scale(Tensor x, float by) -> Tensor")
+_state = {"fault": 0.0}
+_library.impl("scale", lambda x, by: x * by + _state["fault"], "CPU")
+
+
+class Net(nn.Module):
+    """Adds rows into a few sums; where it is faulty, memory changes that no operation wrote."""
+
+    def __init__(self, has_faulty_operation: bool = False) -> None:
+        super().__init__()
+        self.has_faulty_operation = has_faulty_operation
+        self.weight = nn.Parameter(torch.ones(4))
+        self.fault = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros(4).index_add(0, torch.tensor([0, 1, 1, 3]), x * self.weight)
+        if self.has_faulty_operation:
+            _state["fault"] = self.fault
+            return sums.exp() + torch.ops.bitcheck_tests_zoom.scale(sums.detach(), 2.0)
+        if self.fault:
+            with torch.no_grad():
+                sums.numpy()[1] += self.fault  # no operation: memory that somebody else writes
+        return sums.exp()
+
+
+@dataclass
+class Programs:
+    """Runs trials: the command's first word chooses what the program does in its so-manieth run."""
+
+    faulty_at: Callable[[str, int], int | None]
+    """(program, how many times it ran before) -> the step of its fault."""
+    status: int = 0
+    ran: list[tuple[str, Options]] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+
+    def __call__(self, trial: Trial, watch: Watch) -> Ending:
+        name = trial.command[0]
+        before = sum(ran == name for ran, _ in self.ran)
+        self.ran.append((name, trial.options))
+        trial.log.parent.mkdir(parents=True, exist_ok=True)
+        trial.log.write_text("what it printed\n")
+        first = int(trial.command[1]) if len(trial.command) > 1 else 0
+        self.starts.append(first)
+        record(trial.folder, list(trial.command), trial.options, self.faulty_at(name, before), first, trial.cwd)
+        return Ending(self.status)
+
+
+def record(
+    folder: Path, command: list[str], options: Options, faulty: int | None, first: int = 0, cwd: Path | None = None
+) -> Path:
+    info = {"run_id": folder.name, "level": options.level, "world_size": 1, "start_step": options.start_step}
+    info |= {"command": command, "cwd": str(cwd or folder.parent), "leaves": "all", "recorder": "run"}
+    create_run(folder, info, overwrite=False)
+
+    def open_store() -> RankWriter:
+        path = rank_path(folder, 0)
+        level = Level(options.level)
+        return RankWriter(path, rank=0, world_size=1, level=level, run_id=folder.name, leaf_limit_bytes=None)
+
+    torch.manual_seed(0)
+    net = Net(has_faulty_operation=command[0].endswith("!"))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    batches = torch.randn(STEPS, 4)
+    with torch.no_grad():
+        net.weight.mul_(1 + first)  # a resumed program starts from another state
+    steps = (None, None) if options.steps is None else parse_steps(options.steps)
+    recorder = Recorder(
+        open_store,
+        level=Level(options.level),
+        start_step=options.start_step or 0,
+        steps=steps,
+        capture=options.capture,
+        with_lines=options.stacks,
+    )
+    recorder.start(net)
+    try:
+        for step in range(first, STEPS):
+            net.fault = 0.5 if step == faulty else 0.0
+            optimizer.zero_grad()
+            net(batches[step]).sum().backward()
+            optimizer.step()
+    finally:
+        recorder.stop()
+    update_run(folder, status="complete", ended="2026-01-31T12:34:56Z", environment={"torch.version": "2"})
+    return folder
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Iterator[ZoomPlan]:
+    """Two runs at level module that part in step 2, and where zoom may work."""
+    for name, faulty in (("a", None), ("b", 2)):
+        record(tmp_path / name, [name], Options(), faulty)
+    yield ZoomPlan(tmp_path / "a", tmp_path / "b", tmp_path / "scratch")
+
+
+def always(name: str, before: int) -> int | None:
+    return 2 if name == "b" else None
+
+
+def test_only_the_step_that_parted_is_recorded_at_level_op_and_the_operation_is_named(plan: ZoomPlan) -> None:
+    programs = Programs(always)
+    answer = zoom(plan, programs)
+    assert [(name, options.level, options.steps) for name, options in programs.ran] == [
+        ("a", "op", "2:3"),
+        ("b", "op", "2:3"),
+    ]
+    assert answer.diff.first is not None and answer.diff.first.step == 2
+    assert answer.diff.first.op == "aten.exp.default"  # the first operation that read what no operation wrote
+    assert answer.pairs == 1
+    assert answer.to_json()["zoom"]["steps"] == "2:3" and answer.to_json()["schema"] == "bitcheck.diff/1"
+
+
+def test_around_records_more_steps(plan: ZoomPlan) -> None:
+    programs = Programs(always)
+    zoom(ZoomPlan(plan.baseline, plan.candidate, plan.scratch, around=1), programs)
+    assert {options.steps for _, options in programs.ran} == {"1:4"}
+
+
+def test_a_fault_of_chance_is_repeated_until_a_pair_diverges(plan: ZoomPlan) -> None:
+    programs = Programs(lambda name, before: 2 if name == "b" and before == 2 else None)
+    answer = zoom(ZoomPlan(plan.baseline, plan.candidate, plan.scratch, tries=5), programs)
+    assert answer.pairs == 3 and len(programs.ran) == 6
+    assert answer.diff.verdict == "diverged"
+
+
+def test_pairs_that_all_agree_say_so_and_bound_the_rate(plan: ZoomPlan) -> None:
+    answer = zoom(ZoomPlan(plan.baseline, plan.candidate, plan.scratch, tries=2), Programs(lambda name, before: None))
+    assert answer.diff.verdict == "identical" and answer.pairs == 2
+    assert "one of chance" in answer.diff.explanation and "step 2" in answer.diff.explanation
+
+
+def test_a_pair_that_parts_before_the_step_is_recorded_again_from_the_start(plan: ZoomPlan) -> None:
+    programs = Programs(lambda name, before: 1 if name == "b" else None)
+    answer = zoom(ZoomPlan(plan.baseline, plan.candidate, plan.scratch, tries=3), programs)
+    assert [options.steps for _, options in programs.ran] == ["2:3", "2:3", "0:3", "0:3"]
+    assert answer.diff.first is not None and answer.diff.first.step == 1
+
+
+def test_identical_runs_run_nothing(plan: ZoomPlan) -> None:
+    programs = Programs(always)
+    answer = zoom(ZoomPlan(plan.baseline, plan.baseline, plan.scratch), programs)
+    assert answer.diff.verdict == "identical" and not programs.ran
+    assert any("no step to record again" in note for note in answer.diff.notes)
+
+
+def test_a_program_that_fails_is_no_verdict(plan: ZoomPlan) -> None:
+    with pytest.raises(ProgramFailed, match=r"baseline of pair 1.*exit status 3"):
+        zoom(plan, Programs(always, status=3))
+
+
+def test_a_run_that_recorded_itself_cannot_be_repeated(plan: ZoomPlan) -> None:
+    update_run(plan.baseline, recorder="record")
+    with pytest.raises(UsageError, match="recorded by bitcheck"):
+        zoom(plan, Programs(always))
+
+
+def test_a_resume_template_begins_at_the_nearest_checkpoint(plan: ZoomPlan, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        (tmp_path / f"step-{step:03d}.ckpt").touch()
+    programs = Programs(lambda name, before: 2 if before % 2 else None)
+    answer = zoom(
+        ZoomPlan(
+            plan.baseline,
+            plan.candidate,
+            plan.scratch,
+            resume_template="resumed {step} {checkpoint}",
+            checkpoints="step-{step}.ckpt",
+        ),
+        programs,
+    )
+    assert programs.starts == [2, 2]
+    assert [options.start_step for _, options in programs.ran] == [2, 2]
+    assert answer.diff.first is not None and answer.diff.first.op == "aten.exp.default"
+
+
+def test_a_resume_template_without_its_word_is_refused(plan: ZoomPlan) -> None:
+    bad = ZoomPlan(plan.baseline, plan.candidate, plan.scratch, resume_template="train.py", checkpoints="x-{step}")
+    with pytest.raises(UsageError, match=r"\{checkpoint\}"):
+        zoom(bad, Programs(always))
+
+
+def test_checkpoints_are_found_in_folders_and_by_absolute_paths(tmp_path: Path) -> None:
+    for step in (5, 10):
+        (tmp_path / f"ckpt-{step}").mkdir()
+        (tmp_path / f"ckpt-{step}" / "all.pt").touch()
+    assert sorted(find_checkpoints("ckpt-{step}/all.pt", tmp_path)) == [5, 10]
+    assert sorted(find_checkpoints(f"{tmp_path}/ckpt-{{step}}/all.pt", Path("/"))) == [5, 10]
+    assert find_checkpoints("none-{step}/all.pt", tmp_path) == {}
+
+
+def test_the_line_of_the_operation_is_in_the_answer_with_stacks(plan: ZoomPlan) -> None:
+    answer = zoom(ZoomPlan(plan.baseline, plan.candidate, plan.scratch, stacks=True), Programs(always))
+    assert answer.diff.first is not None and answer.diff.first.line is not None
+    assert "test_zoom.py" in answer.diff.first.line and "in forward" in answer.diff.first.line
+
+
+def test_an_argument_that_differs_cannot_be_confirmed(plan: ZoomPlan, tmp_path: Path) -> None:
+    programs = Programs(always)
+    confirmed = confirm(plan, zoom(plan, programs), 5, tmp_path / "fault", programs)
+    assert confirmed.script is None and "no such thing" in confirmed.obstacle
+
+
+def test_inputs_of_the_operation_found_are_saved_for_a_script(plan: ZoomPlan, tmp_path: Path) -> None:
+    for name, faulty in (("c!", None), ("d!", 2)):
+        record(tmp_path / name, [name], Options(), faulty)
+    plan = ZoomPlan(tmp_path / "c!", tmp_path / "d!", plan.scratch)
+    programs = Programs(lambda name, before: 2 if name == "d!" else None)
+    answer = zoom(plan, programs)
+    assert answer.diff.first is not None and answer.diff.first.op == "bitcheck_tests_zoom.scale.default"
+    confirmed = confirm(plan, answer, 0, tmp_path / "fault", programs)
+    assert confirmed.script == tmp_path / "fault" / "repro.py" and not confirmed.obstacle
+    data = torch.load(tmp_path / "fault" / "repro.pt", weights_only=True)
+    _state["fault"] = 0.0
+    torch.manual_seed(0)
+    (result,) = replay.execute(data)
+    assert data["args"][1] == ("value", 2.0) and result.shape == (4,)
+    with pytest.raises(ProgramFailed, match="import the library"):
+        run_repro(confirmed.script, 3)
