@@ -112,11 +112,11 @@ class Layout:
         self.phase_ptr = np.searchsorted(np.array(numbers)[self.order], np.arange(len(PHASES) + 1)).tolist()
         self.hash = xxh3_128_digest(
             struct.pack("<4sQQQ", b"lay1", n, len(groups), len(inputs))
-            + digests
             + group_of.astype("<i4").tobytes()
             + input_ptr.astype("<i8").tobytes()
             + inputs.astype("<i4").tobytes()
-            + json.dumps(self.groups).encode("ascii")
+            # The sites' parts, not their keys: a name with a slash in it can give two sites one key.
+            + json.dumps([self.sites, self.groups]).encode("ascii")
         )
         self._pairs = np.empty((n, 32), np.uint8)
         self._pairs[:, :16] = self.key_digests[self.order]

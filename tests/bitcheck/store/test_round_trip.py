@@ -199,6 +199,16 @@ def test_a_layout_that_was_forgotten_is_found_again_by_its_hash(tmp_path: Path) 
         assert [reader.load(row).to_record() for row in range(40)] == steps
 
 
+def test_two_sites_with_one_key_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    rng = random.Random(13)
+    sites = [Site(Phase.PARAM, "M/a", "b", "value"), Site(Phase.PARAM, "M", "a/b", "value")]
+    assert sites[0].key == sites[1].key
+    for site in sites:
+        step = StepRecord(0, StepKind.STEP, [make_event(rng, site)])
+        with RankReader(write_rank(tmp_path / f"{site.root.count('/')}.h5", [step])) as reader:
+            assert reader.load(0).to_record() == step
+
+
 @pytest.mark.parametrize(("limit", "kept"), [(None, [24, 20_000, 2_000_000]), (0, []), (20_000, [24, 20_000])])
 def test_leaf_digests_are_kept_up_to_the_limit(tmp_path: Path, limit: int | None, kept: list[int]) -> None:
     rng = random.Random(10)
