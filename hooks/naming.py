@@ -41,14 +41,13 @@ def wrapped_child(module: nn.Module) -> tuple[str, nn.Module] | None:
 
     PyTorch's wrappers, and any class that owns nothing but one child called `module`.
     """
-    children = module._modules
-    for name in WRAPPER_COMPONENTS & children.keys():
-        child = children[name]
-        if child is not None:
+    children = list(module._modules.items())  # a TorchScript module's is no dict
+    for name, child in children:
+        if name in WRAPPER_COMPONENTS and child is not None:
             return name, child
-    child = children.get("module")
-    if child is not None and len(children) == 1 and not module._parameters and not module._buffers:
-        return "module", child
+    if len(children) == 1 and children[0][0] == "module" and children[0][1] is not None:
+        owns = any(True for store in (module._parameters, module._buffers) for _ in store.items())
+        return None if owns else ("module", children[0][1])
     return None
 
 

@@ -474,3 +474,26 @@ def bare_parameters() -> Trained:
 def multihead_attention() -> Trained:
     model = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.1, batch_first=True)
     return fit(model, torch.optim.AdamW(model.parameters(), lr=1e-2), shape=(5, 16))
+
+
+@program
+def torchscript() -> Trained:
+    model = torch.jit.script(mlp())
+    return fit(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+@program
+def function_transforms() -> Trained:
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    printed = []
+    for _ in range(STEPS):
+        parameters = dict(model.named_parameters())
+        x = torch.randn(6, 8)
+        slopes = torch.func.grad(lambda p, x=x: torch.func.functional_call(model, p, (x,)).square().sum())(parameters)
+        printed.append(slopes["bias"].sum().item())
+        printed.append(torch.func.vmap(model)(torch.randn(2, 6, 8)).sum().item())
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained([model], [optimizer], printed)
