@@ -18,12 +18,13 @@ import triton.language as tl
 
 CombineForm = Literal["gather", "atomic"]
 BLOCK = 1024
+# Tokens and rows are the first axis of the grids below: the others end at 65535.
 
 
 @triton.jit
 def _gather_kernel(y_ptr, row_of_ptr, out_ptr, num_cols, stride_yr, NUM_SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    token = tl.program_id(1).to(tl.int64)
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < num_cols
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for slot in tl.static_range(NUM_SLOTS):  # slot order: the order of the sum
@@ -35,8 +36,8 @@ def _gather_kernel(y_ptr, row_of_ptr, out_ptr, num_cols, stride_yr, NUM_SLOTS: t
 
 @triton.jit
 def _scatter_kernel(y_ptr, token_of_ptr, out_ptr, num_cols, stride_yr, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < num_cols
     token = tl.load(token_of_ptr + row).to(tl.int64)
     part = tl.load(y_ptr + row * stride_yr + cols, mask=mask, other=0.0).to(tl.float32)
@@ -61,7 +62,7 @@ def combine(
     if form == "gather":
         out = torch.empty(num_tokens, num_cols, dtype=out_dtype, device=y.device)
         if out.numel():
-            _gather_kernel[(grid_cols, num_tokens)](
+            _gather_kernel[(num_tokens, grid_cols)](
                 y, row_of, out, num_cols, y.stride(0), NUM_SLOTS=num_slots, BLOCK=BLOCK, num_warps=4
             )
         return out
@@ -72,7 +73,7 @@ def combine(
         token_of[row_of.flatten()] = torch.arange(num_tokens, dtype=torch.int32, device=y.device).repeat_interleave(
             num_slots
         )
-        _scatter_kernel[(grid_cols, num_rows)](y, token_of, total, num_cols, y.stride(0), BLOCK=BLOCK, num_warps=4)
+        _scatter_kernel[(num_rows, grid_cols)](y, token_of, total, num_cols, y.stride(0), BLOCK=BLOCK, num_warps=4)
     return total.to(out_dtype)
 
 

@@ -12,8 +12,9 @@ Rows are sorted by expert (see `schedule`); rows of expert e meet that expert's 
 for y = prob * silu(gate) * up and z = y w2^T. dprob sums over F, which spans several N tiles, each
 computed by another program. That is the race, and it has three forms:
 
-    slots    tile n writes its part to slots[n, r], one writer each; whichever tile finds that it is the
-             last to arrive sums the slots in index order (`slots.sum_if_last`)
+    slots    tile n writes its part to slots[n, r], one writer each; a second launch sums the slots in
+             index order (`slots.sum_slots`). To let the last tile to arrive do it was slower: each tile
+             then waits until its other results have left the multiprocessor
     serial   tiles take turns: tile n waits until n - 1 has added, so dprob grows in the order of n. A
              program draws its tile from a counter, so whoever waits, waits for a tile already running
     atomic   every tile adds to dprob[r] when it gets there: the order is that of the GPU's scheduler
@@ -44,7 +45,7 @@ from bitcheck.reference_runs.kernels.gemm import (
 )
 from bitcheck.reference_runs.kernels.quantise import BLOCK, Quantised
 from bitcheck.reference_runs.kernels.schedule import TILE_ROWS, GroupSchedule
-from bitcheck.reference_runs.kernels.slots import sum_if_last
+from bitcheck.reference_runs.kernels.slots import sum_slots
 
 DprobForm = Literal["slots", "serial", "atomic"]
 EPILOGUE_REGISTERS = 168
@@ -160,7 +161,6 @@ def _dswiglu_kernel(
 
     if FORM == "slots":
         tl.store(slots_ptr + tile_n.to(tl.int64) * num_rows + rows, part, mask=is_row)
-        sum_if_last(slots_ptr + rows, dprob_ptr + rows, is_row, num_rows, turn_ptr + row_tile, tiles_n, False)
     elif FORM == "atomic":
         tl.atomic_add(dprob_ptr + rows, part, mask=is_row, sem="relaxed")
     else:
@@ -241,7 +241,7 @@ def grouped_dgrad_swiglu(
     fill = torch.zeros if form == "atomic" else torch.empty
     dprob = fill(num_rows, dtype=torch.float32, device=device)
     slots = torch.empty(tiles_n, num_rows, dtype=torch.float32, device=device) if form == "slots" else None
-    turns = None if form == "atomic" else torch.zeros(1 + row_tiles, dtype=torch.int32, device=device)
+    turns = torch.zeros(1 + row_tiles, dtype=torch.int32, device=device) if form == "serial" else None
     if not num_rows:
         return dhidden, dprob
     _dswiglu_kernel[(tiles_n * row_tiles,)](
@@ -254,7 +254,7 @@ def grouped_dgrad_swiglu(
         ALIGNED=num_cols % BLOCK == 0, FORM=form,
         num_warps=NUM_WARPS, num_stages=NUM_STAGES, maxnreg=EPILOGUE_REGISTERS,
     )  # fmt: skip
-    return dhidden, dprob
+    return dhidden, dprob if slots is None else sum_slots(slots, out=dprob)
 
 
 def reference_grouped_gemm(lhs: torch.Tensor, rhs: torch.Tensor, schedule: GroupSchedule) -> torch.Tensor:

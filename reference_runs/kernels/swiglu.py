@@ -14,14 +14,15 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024
+# Rows are the first axis of the grids below: the others end at 65535.
 
 
 @triton.jit
 def _forward_kernel(
     gate_ptr, up_ptr, prob_ptr, y_ptr, num_cols, stride_gr, stride_ur, HAS_PROB: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64)
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < num_cols
     gate = tl.load(gate_ptr + row * stride_gr + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * stride_ur + cols, mask=mask, other=0.0).to(tl.float32)
@@ -36,8 +37,8 @@ def _backward_kernel(
     dy_ptr, gate_ptr, up_ptr, prob_ptr, dhidden_ptr, num_cols, stride_dr, stride_gr, stride_ur,
     HAS_PROB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64)
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < num_cols
     dy = tl.load(dy_ptr + row * stride_dr + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * stride_gr + cols, mask=mask, other=0.0).to(tl.float32)
@@ -61,7 +62,7 @@ def swiglu_forward(
     num_rows, num_cols = _check(gate, up, prob)
     y = torch.empty(num_rows, num_cols, dtype=out_dtype or gate.dtype, device=gate.device)
     if y.numel():
-        _forward_kernel[(triton.cdiv(num_cols, BLOCK), num_rows)](
+        _forward_kernel[(num_rows, triton.cdiv(num_cols, BLOCK))](
             gate, up, prob, y, num_cols, gate.stride(0), up.stride(0), HAS_PROB=prob is not None, BLOCK=BLOCK,
             num_warps=4,
         )  # fmt: skip
@@ -81,7 +82,7 @@ def swiglu_backward(
     _check(dy, gate, None)
     dhidden = torch.empty(num_rows, 2 * num_cols, dtype=out_dtype or gate.dtype, device=gate.device)
     if dhidden.numel():
-        _backward_kernel[(triton.cdiv(num_cols, BLOCK), num_rows)](
+        _backward_kernel[(num_rows, triton.cdiv(num_cols, BLOCK))](
             dy, gate, up, prob, dhidden, num_cols, dy.stride(0), gate.stride(0), up.stride(0),
             HAS_PROB=prob is not None, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bitcheck.reference_runs.kernels import norm
+from bitcheck.reference_runs.kernels import combine as combine_module
+from bitcheck.reference_runs.kernels import norm, swiglu
 from bitcheck.reference_runs.kernels.combine import combine, reference_combine
 from bitcheck.reference_runs.kernels.embedding import embedding_backward, reference_embedding_backward
 from bitcheck.reference_runs.kernels.norm import reference_rmsnorm, rmsnorm_backward, rmsnorm_forward
@@ -70,6 +71,33 @@ def test_combine_by_gather_is_one_result_and_by_atomics_several(count_results: C
     y = torch.randn(32, 60)
     assert count_results(lambda: combine(y, row_of, form="gather", out_dtype=torch.float32)) == 1
     assert count_results(lambda: combine(y, row_of, form="atomic", out_dtype=torch.float32)) > 1
+
+
+@pytest.mark.parametrize("num_rows", [70_000])
+def test_more_rows_than_the_later_axes_of_a_grid_have_programs_are_launched(
+    monkeypatch: pytest.MonkeyPatch, num_rows: int
+) -> None:
+    grids: list[tuple[int, ...]] = []
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *args, **kwargs: None
+
+    for module, names in (
+        (swiglu, ("_forward_kernel", "_backward_kernel")),
+        (combine_module, ("_gather_kernel", "_scatter_kernel")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, Recorded())
+    x = torch.zeros(num_rows, 2)
+    row_of = torch.arange(num_rows).view(-1, 1)
+    swiglu_forward(x, x)
+    swiglu_backward(x, x, x)
+    combine(x, row_of, form="gather")
+    combine(x, row_of, form="atomic")
+    assert len(grids) == 4
+    assert all(later <= 65535 for grid in grids for later in grid[1:])
 
 
 @pytest.mark.parametrize("form", ["two-stage", "atomic"])
