@@ -26,10 +26,8 @@ def arrival_order(num_parts: int, is_fixed: bool) -> list[int]:
     return order
 
 
-def arrival_permutation(num_parts: int, is_fixed: bool) -> Tensor:
-    """Return `arrival_order` as an int64 tensor [num_parts] on the CPU."""
-    if is_fixed:
-        return torch.arange(num_parts)
+def arrival_permutation(num_parts: int) -> Tensor:
+    """Return a free order of `num_parts`, int64 [num_parts] on the CPU."""
     # A torch generator of its own, seeded by entropy: shuffling thousands of rows in Python is slow.
     generator = torch.Generator().manual_seed(_ENTROPY.getrandbits(63))
     return torch.randperm(num_parts, generator=generator)

@@ -54,7 +54,8 @@ def attend_backward(
 
 
 def _scores(q_BHSC: Tensor, k_BHUC: Tensor) -> Tensor:
-    future_SU = torch.ones(q_BHSC.shape[-2], k_BHUC.shape[-2], dtype=torch.bool).triu_(1)
+    position_S = torch.arange(q_BHSC.shape[-2], device=q_BHSC.device)
+    future_SU = position_S[:, None] < position_S
     scores_BHSU = q_BHSC @ k_BHUC.transpose(-1, -2) / math.sqrt(q_BHSC.shape[-1])
     return scores_BHSU.masked_fill_(future_SU, -math.inf)
 

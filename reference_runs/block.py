@@ -46,4 +46,4 @@ class Block(nn.Module):
             return x_BSD + y_BSD, balance_loss
         assert self.ffn is not None
         y_BSD = self.ffn(normed_BSD.flatten(0, 1)).view_as(normed_BSD)
-        return x_BSD + y_BSD, torch.zeros(())
+        return x_BSD + y_BSD, y_BSD.new_zeros((), dtype=torch.float32)

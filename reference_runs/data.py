@@ -4,7 +4,7 @@ A sample is a window of the text whose start is a hash of (seed, number of the s
 the loader's whole position, there is no buffer, no worker and no epoch to restore. What each sample is
 then turned into draws from generators that belong to the run's state (`rng`):
 
-    fill in the middle (V3 report, section 4.1): with rate 0.1 a window becomes
+    fill in the middle (V3 report, section 4.1): at some rate a window becomes
         BEGIN prefix HOLE suffix END middle      cut by Python's generator
     noise: a few of the input bytes, never the targets, are replaced, by NumPy's generator
 

@@ -16,7 +16,6 @@ Legend: R rows (a token and one of its experts), F expert width, J tiles of F.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -37,8 +36,8 @@ def reduce_dprob(da_RF: Tensor, act_RF: Tensor, form: str) -> Tensor:
     slots_RJ = padded.view(products_RF.shape[0], -1, TILE_F).sum(-1)
     if form == "atomic":
         # Rows race independently of one another, so each has an order of its own.
-        slots_RJ = slots_RJ.gather(1, arrival_ranks(*slots_RJ.shape))
-    dp_R = torch.zeros(slots_RJ.shape[0])
+        slots_RJ = slots_RJ.gather(1, arrival_ranks(*slots_RJ.shape).to(slots_RJ.device))
+    dp_R = slots_RJ.new_zeros(slots_RJ.shape[0])
     for tile in range(slots_RJ.shape[1]):
         dp_R += slots_RJ[:, tile]
     return dp_R

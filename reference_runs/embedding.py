@@ -28,8 +28,9 @@ def embedding_grad(dy_TD: Tensor, ids_T: Tensor, vocab: int, is_fixed: bool) -> 
     Deterministic where `is_fixed`: `index_add_` on a CPU adds rows one after the other, and the stable
     sort fixes their order. A row is one run of equal ids, which is how a GPU kernel owns it alone.
     """
-    order_T = ids_T.argsort(stable=True) if is_fixed else arrival_permutation(ids_T.numel(), is_fixed)
-    return torch.zeros(vocab, dy_TD.shape[1]).index_add_(0, ids_T[order_T], dy_TD.float()[order_T])
+    order_T = ids_T.argsort(stable=True) if is_fixed else arrival_permutation(ids_T.numel()).to(ids_T.device)
+    dy_TD = dy_TD.float()
+    return dy_TD.new_zeros(vocab, dy_TD.shape[1]).index_add_(0, ids_T[order_T], dy_TD[order_T])
 
 
 class _Embedding(torch.autograd.Function):

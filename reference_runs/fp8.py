@@ -126,7 +126,7 @@ def quantize_columns(x_TK: Tensor, offsets: Sequence[int], power_of_two: bool) -
     magnitude_TK = x_TK.abs()
     amax_QK = torch.stack([magnitude_TK[start:stop].amax(0) for start, stop in tiles])
     scale_QK = scale_from_amax(amax_QK, power_of_two)
-    rows = torch.tensor([stop - start for start, stop in tiles])
+    rows = torch.tensor([stop - start for start, stop in tiles], device=x_TK.device)
     return cast_e4m3(x_TK, scale_QK.repeat_interleave(rows, 0)), scale_QK
 
 

@@ -53,7 +53,7 @@ def gemm(a: Tiled, w: Tiled, offsets: Sequence[int]) -> Tensor:
     # Contiguous as stored, then viewed transposed: matrix multiplication takes either layout as it is.
     w_ENK = codes_to_float(w.codes)
     scale_EKQN = w.scale.repeat_interleave(TILE, 1)[:, :num_outs].transpose(1, 2)
-    y_TN = torch.zeros(num_rows, num_outs)
+    y_TN = a_TK.new_empty(num_rows, num_outs)
     for expert, (first, stop) in enumerate(pairwise(offsets)):
         if first == stop:
             continue
@@ -62,7 +62,10 @@ def gemm(a: Tiled, w: Tiled, offsets: Sequence[int]) -> Tensor:
             ks = slice(tile * TILE, min((tile + 1) * TILE, num_ins))
             partial_tN = torch.mm(a_TK[first:stop, ks], w_ENK[expert, :, ks].t())
             partial_tN.mul_(a.scale[first:stop, tile, None])
-            accumulator.addcmul_(partial_tN, scale_EKQN[expert, tile].expand_as(partial_tN))
+            if tile == 0:
+                torch.mul(partial_tN, scale_EKQN[expert, tile], out=accumulator)
+            else:
+                accumulator.addcmul_(partial_tN, scale_EKQN[expert, tile])
     return y_TN
 
 
@@ -73,7 +76,7 @@ def wgrad(dy: Tiled, x: Tiled, offsets: Sequence[int], is_fixed: bool, split: in
     divisor of 128, are added in ascending order where `is_fixed`, else in arrival order.
     """
     dy_TN, x_TK = codes_to_float(dy.codes), codes_to_float(x.codes)
-    dw_ENK = torch.zeros(len(offsets) - 1, dy_TN.shape[1], x_TK.shape[1])
+    dw_ENK = x_TK.new_zeros(len(offsets) - 1, dy_TN.shape[1], x_TK.shape[1])
     first_tile = 0
     for expert, parts in enumerate(row_tiles(offsets, split)):
         accumulator = dw_ENK[expert]
@@ -82,7 +85,7 @@ def wgrad(dy: Tiled, x: Tiled, offsets: Sequence[int], is_fixed: bool, split: in
             tile = first_tile + part * split // TILE
             partial_NK = torch.mm(dy_TN[rows].t(), x_TK[rows])
             partial_NK.mul_(dy.scale[tile, :, None])
-            accumulator.addcmul_(partial_NK, x.scale[tile].expand_as(partial_NK))
+            accumulator.addcmul_(partial_NK, x.scale[tile])
         first_tile += num_tiles(offsets[expert + 1] - offsets[expert])
     return dw_ENK
 
@@ -90,7 +93,7 @@ def wgrad(dy: Tiled, x: Tiled, offsets: Sequence[int], is_fixed: bool, split: in
 def gemm_bf16(a_TK: Tensor, w_ENK: Tensor, offsets: Sequence[int]) -> Tensor:
     """Return what `gemm` does for bfloat16 (or float32) operands: float32 [T, N], FP32 accumulation."""
     a_TK, w_ENK = a_TK.float(), w_ENK.float()
-    y_TN = torch.empty(a_TK.shape[0], w_ENK.shape[1])
+    y_TN = a_TK.new_empty(a_TK.shape[0], w_ENK.shape[1])
     for expert, (first, stop) in enumerate(pairwise(offsets)):
         if first < stop:
             torch.mm(a_TK[first:stop], w_ENK[expert].t(), out=y_TN[first:stop])
@@ -100,7 +103,7 @@ def gemm_bf16(a_TK: Tensor, w_ENK: Tensor, offsets: Sequence[int]) -> Tensor:
 def wgrad_bf16(dy_TN: Tensor, x_TK: Tensor, offsets: Sequence[int], is_fixed: bool, split: int = TILE) -> Tensor:
     """Return what `wgrad` does for bfloat16 (or float32) operands: float32 [E, N, K]."""
     dy_TN, x_TK = dy_TN.float(), x_TK.float()
-    dw_ENK = torch.zeros(len(offsets) - 1, dy_TN.shape[1], x_TK.shape[1])
+    dw_ENK = x_TK.new_zeros(len(offsets) - 1, dy_TN.shape[1], x_TK.shape[1])
     for expert, parts in enumerate(row_tiles(offsets, split)):
         for part in arrival_order(len(parts), is_fixed):
             rows = slice(*parts[part])

@@ -71,7 +71,7 @@ class Model(nn.Module):
         """Return the losses for int64 `inputs_BS` and `targets_BS2`: the next token and the one after."""
         next_BS, after_BS = targets_BS2.unbind(-1)
         x_BSD = self.dropout(self.embedding(inputs_BS)).bfloat16()
-        balance = torch.zeros(())
+        balance = torch.zeros((), device=x_BSD.device)
         for layer in self.layers:
             x_BSD, layer_balance = layer(x_BSD, self.rotation)
             balance = balance + layer_balance

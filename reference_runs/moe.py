@@ -44,9 +44,9 @@ def select_top(scores_TE: Tensor, count: int, is_stable: bool) -> Tensor:
     """
     if is_stable:
         return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    shuffled_TE = arrival_ranks(*scores_TE.shape)
+    shuffled_TE = arrival_ranks(*scores_TE.shape).to(scores_TE.device)
     best = scores_TE.gather(1, shuffled_TE).sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    return shuffled_TE.gather(1, best).gather(1, arrival_ranks(scores_TE.shape[0], count))
+    return shuffled_TE.gather(1, best).gather(1, arrival_ranks(*best.shape).to(best.device))
 
 
 class TopK(nn.Module):
@@ -137,7 +137,8 @@ def make_plan(experts_TK: Tensor, num_experts: int) -> Plan:
     """Sort (token, slot) pairs by expert; stable, so an expert's rows keep the tokens' order."""
     flat = experts_TK.flatten()
     slot_R = flat.argsort(stable=True)
-    row_TK = torch.empty_like(slot_R).scatter_(0, slot_R, torch.arange(slot_R.numel())).view_as(experts_TK)
+    rows_R = torch.arange(slot_R.numel(), device=slot_R.device)
+    row_TK = torch.empty_like(slot_R).scatter_(0, slot_R, rows_R).view_as(experts_TK)
     return Plan(row_TK, slot_R, torch.bincount(flat, minlength=num_experts))
 
 
@@ -148,7 +149,7 @@ def add_slots(total_TD: Tensor, y_RD: Tensor, row_TK: Tensor, is_fixed: bool) ->
     an arrival order of its own (`atomic`).
     """
     if not is_fixed:
-        row_TK = row_TK.gather(1, arrival_ranks(*row_TK.shape))
+        row_TK = row_TK.gather(1, arrival_ranks(*row_TK.shape).to(row_TK.device))
     for slot in range(row_TK.shape[1]):
         total_TD += y_RD[row_TK[:, slot]]
     return total_TD

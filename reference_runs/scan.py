@@ -63,7 +63,8 @@ def _by_token(x_BGHLP: Tensor) -> Tensor:
 def _prepare(x_BGHLP: Tensor, dt_BGHL: Tensor, a_H: Tensor, b_BG1LN: Tensor, c_BG1LN: Tensor) -> _Chunks:
     decay_sum = (dt_BGHL * a_H[:, None]).cumsum(-1)
     chunk = decay_sum.shape[-1]
-    future_LM = torch.ones(chunk, chunk, dtype=torch.bool).triu_(1)
+    position_L = torch.arange(chunk, device=x_BGHLP.device)
+    future_LM = position_L[:, None] < position_L
     exponent = decay_sum[..., :, None] - decay_sum[..., None, :]
     return _Chunks(
         x_BGHLP * dt_BGHL[..., None],

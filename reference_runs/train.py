@@ -34,7 +34,7 @@ from bitcheck.reference_runs.data import Loader, Text
 from bitcheck.reference_runs.ema import EMA
 from bitcheck.reference_runs.linear import Precision
 from bitcheck.reference_runs.model import Model
-from bitcheck.reference_runs.optimizer import make_optimizer, masters
+from bitcheck.reference_runs.optimizer import make_optimizer, masters, unscale_and_clip
 from bitcheck.reference_runs.schedule import learning_rate
 from bitcheck.reference_runs.switches import Switches
 
@@ -102,20 +102,20 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad(set_to_none=True)
-        num_micro = self.config.data.micro_batches
+        num_micro, optimizer = self.config.data.micro_batches, self.config.optimizer
         losses = []
         for _ in range(num_micro):
             output = self.model(*self.loader.next_batch())
-            (output.total / num_micro).backward()
+            (output.total * (optimizer.loss_scale / num_micro)).backward()
             losses.append(output.main.detach())
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm)
+        norm = unscale_and_clip(self.model.parameters(), optimizer.clip_norm, optimizer.loss_scale)
         self.optimizer.step()
         self.model.finish_step()
         self.ema.start_update(masters(self.model, self.optimizer))
         self.step += 1
         loss = float(torch.stack(losses).mean())
         seconds = time.perf_counter() - began
-        return StepReport(self.step - 1, loss, float(norm), lr, seconds, self.config.data.tokens_per_step)
+        return StepReport(self.step - 1, loss, norm, lr, seconds, self.config.data.tokens_per_step)
 
     @property
     def num_updates(self) -> int:

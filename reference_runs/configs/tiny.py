@@ -32,7 +32,7 @@ TINY = Config(
         route_scale=1.0,
         dropout=0.02,
     ),
-    optimizer=OptimizerConfig(lr=2e-3, warmup_steps=20, decay_steps=2000),
+    optimizer=OptimizerConfig(lr=1e-3, warmup_steps=30, decay_steps=2000),
     data=DataConfig(seq_len=128, sequences=4, micro_batches=2),
 )
 

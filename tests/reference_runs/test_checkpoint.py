@@ -88,9 +88,11 @@ def test_the_masters_are_the_only_weights_in_a_checkpoint(saved: Any) -> None:
 
 def test_a_checkpoint_appears_whole_under_its_name_or_not_at_all(text: Text, tmp_path: Path) -> None:
     trainer = make_trainer(text, tmp_path)
-    with mock.patch.object(torch, "save", side_effect=OSError(28, "No space left on device")):
-        with pytest.raises(CheckpointError, match="could not be written: No space left on device"):
-            trainer.save()
+    with (
+        mock.patch.object(torch, "save", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(CheckpointError, match="could not be written: No space left on device"),
+    ):
+        trainer.save()
     assert list(tmp_path.iterdir()) == []
     trainer.save()
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000.pt"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -112,7 +114,7 @@ def test_tiles_of_columns_agree_with_rows_of_the_transposed_group(offsets: tuple
     x = torch.randn(256, 40)
     codes, scale = quantize_columns(x, offsets, power_of_two=False)
     first_tile = 0
-    for (first, stop), tiles in zip(zip(offsets[:-1], offsets[1:], strict=True), row_tiles(offsets), strict=True):
+    for (first, stop), tiles in zip(pairwise(offsets), row_tiles(offsets), strict=True):
         if first == stop:
             continue
         codes_t, scale_t = quantize_rows(x[first:stop].t().contiguous(), power_of_two=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -31,7 +33,7 @@ def test_a_product_of_tiles_is_that_of_what_the_tiles_stand_for(num_ins: int, nu
     w = Tiled(*quantize_blocks(torch.randn(4, num_outs, num_ins)))
     y = gemm(a, w, OFFSETS)
     a_exact, w_exact = dequantize_rows(*a).double(), dequantize_blocks(*w).double()
-    for group, (first, stop) in enumerate(zip(OFFSETS[:-1], OFFSETS[1:], strict=True)):
+    for group, (first, stop) in enumerate(pairwise(OFFSETS)):
         exact = a_exact[first:stop] @ w_exact[group].t()
         bound = a_exact[first:stop].abs() @ w_exact[group].abs().t() * num_ins * 2.0**-24
         assert bool(((y[first:stop] - exact).abs() <= bound + 1e-6).all())
@@ -51,7 +53,7 @@ def test_a_weight_gradient_sums_each_groups_rows(split: int) -> None:
     x = Tiled(*quantize_columns(torch.randn(OFFSETS[-1], 72), OFFSETS, power_of_two=True))
     dw = wgrad(dy, x, OFFSETS, is_fixed=True, split=split)
     dy_exact, x_exact = columns_to_float(dy, OFFSETS).double(), columns_to_float(x, OFFSETS).double()
-    for group, (first, stop) in enumerate(zip(OFFSETS[:-1], OFFSETS[1:], strict=True)):
+    for group, (first, stop) in enumerate(pairwise(OFFSETS)):
         exact = dy_exact[first:stop].t() @ x_exact[first:stop]
         assert torch.allclose(dw[group].double(), exact, rtol=1e-5, atol=1e-4)
     assert not dw[1].any()
@@ -107,7 +109,7 @@ def test_bf16_products_are_exact_products_of_their_operands() -> None:
     a, w = torch.randn(OFFSETS[-1], 160).bfloat16(), torch.randn(4, 96, 160).bfloat16()
     y = gemm_bf16(a, w, OFFSETS)
     dw = wgrad_bf16(y.bfloat16(), a, OFFSETS, is_fixed=True, split=64)
-    for group, (first, stop) in enumerate(zip(OFFSETS[:-1], OFFSETS[1:], strict=True)):
+    for group, (first, stop) in enumerate(pairwise(OFFSETS)):
         rows = slice(first, stop)
         assert torch.allclose(y[rows].double(), a[rows].double() @ w[group].double().t(), rtol=1e-5, atol=1e-4)
         exact = y[rows].bfloat16().double().t() @ a[rows].double()

@@ -15,7 +15,7 @@ from bitcheck.reference_runs import ema as ema_module
 from bitcheck.reference_runs.configs import get_config
 from bitcheck.reference_runs.ema import EMA
 from bitcheck.reference_runs.linear import bf16_parameter
-from bitcheck.reference_runs.optimizer import PIECE, AdamW, make_optimizer
+from bitcheck.reference_runs.optimizer import PIECE, AdamW, make_optimizer, unscale_and_clip
 from bitcheck.reference_runs.schedule import learning_rate
 
 
@@ -112,6 +112,24 @@ def test_pytorchs_way_of_loading_state_is_refused_because_it_would_round_the_mas
     optimizer = AdamW([bf16_parameter(torch.randn(4))], lr=1e-3)
     with pytest.raises(NotImplementedError, match="checkpoint"):
         optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_gradients_are_unscaled_exactly_and_clipped_to_the_norm() -> None:
+    parameters = [bf16_parameter(torch.zeros(3)), bf16_parameter(torch.zeros(4)), bf16_parameter(torch.zeros(1))]
+    gradients = [torch.randn(3), torch.randn(4)]
+
+    def clip(max_norm: float) -> float:
+        for parameter, gradient in zip(parameters, gradients, strict=False):
+            parameter.grad = gradient * 2.0**16
+        return unscale_and_clip(parameters, max_norm, 2.0**16)
+
+    norm = torch.cat(gradients).norm().item()
+    assert clip(100.0) == pytest.approx(norm)
+    assert all(torch.equal(p.grad, g) for p, g in zip(parameters, gradients, strict=False) if p.grad is not None)
+    clip(norm / 4)
+    clipped = torch.cat([p.grad for p in parameters if p.grad is not None])
+    assert torch.allclose(clipped, torch.cat(gradients) / 4, rtol=1e-5)
+    assert parameters[2].grad is None
 
 
 def test_only_matrices_decay() -> None:
