@@ -27,7 +27,7 @@ StepKey = tuple[int, bool]
 """(step number of the baseline, whether it is the fragment after the last step)."""
 
 STATE_LEVEL_PHASES = frozenset(Phase) - {Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD, Phase.COMM}
-MAX_OPEN_RANKS = 256
+MAX_OPEN_RANKS = 32
 """Of more ranks that differ, the files are closed between uses."""
 
 COLUMN = {phase: number for number, phase in enumerate(PHASES)}
