@@ -1,6 +1,7 @@
 # `make demo` and `make test` need Python 3.11 or later and pip; everything else goes into .venv.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+WORKERS ?= 2  # tests at once; each, and each program that it starts, uses one thread
 
 .PHONY: setup demo test check bench docs clean
 
@@ -16,7 +17,7 @@ demo: setup
 	$(BIN)/bitcheck demo --overwrite
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -142,6 +142,19 @@ def test_every_link_and_every_file_named_in_a_document_is_there(path: Path) -> N
         assert (ROOT / name).exists() or (path.parent / name).exists(), f"{path.name} names {name}"
 
 
+def test_every_number_in_the_table_of_costs_is_in_the_result_it_names() -> None:
+    """1.10 may be told as it is, 1.071 rounded to 1.07."""
+    result = ""
+    for row in re.findall(r"^\| (?!what|-)(.*) \|$", section("Cost"), flags=re.MULTILINE):
+        _, measured, where = row.rsplit(" | ", 2)
+        if target := re.search(r"\(([^)]+)\)", where):
+            result = (ROOT / target[1]).read_text(encoding="utf-8")
+        there = [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", result)]
+        for number in re.findall(r"(?<![-\w.])\d+(?:\.\d+)?(?= times| us|$)", measured):
+            digits = len(number.partition(".")[2])
+            assert any(abs(value - float(number)) <= 0.5 * 10**-digits + 1e-9 for value in there), f"{number}: {row}"
+
+
 def test_every_benchmark_is_listed_and_every_listed_one_is_there() -> None:
     listed = words_of_table((ROOT / "benchmarks/README.md").read_text(encoding="utf-8"))
     assert sorted(listed) == sorted(path.name for path in (ROOT / "benchmarks").glob("*.py") if "__" not in path.name)
