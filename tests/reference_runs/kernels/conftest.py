@@ -82,7 +82,7 @@ def shuffle() -> Callable[[int], AbstractContextManager[None]]:
 def count_results(shuffle: Callable[[int], AbstractContextManager[None]]) -> Callable[..., int]:
     """Count the different results (bits) of a function over several orders of the programs."""
 
-    def count(function: Callable[[], Any], num_orders: int = 4) -> int:
+    def count(function: Callable[[], Any], num_orders: int = 3) -> int:
         results = set()
         for seed in range(num_orders):
             with shuffle(seed):
