@@ -102,6 +102,10 @@ class _Comparison:
             findings.cause = Cause.ENDED_EARLY
         findings.steps, findings.ranks = totals.steps, totals.ranks
         findings.last_step = totals.last_step
+        ours, theirs = self._facts()
+        if ours.first_step is not None and theirs.first_step is not None:
+            starts = ours.first_step, theirs.first_step + self.alignment.offset
+            findings.restart_step = max(starts) if starts[0] != starts[1] else None
         findings.statuses = (str(self.baseline.status), str(self.candidate.status))
         findings.aligned_by, findings.alignment_remarks = self.alignment.by, self.alignment.remarks
         findings.environment = self._environment()

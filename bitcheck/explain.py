@@ -38,6 +38,8 @@ class Findings:
     steps: int = 0
     ranks: int = 0
     last_step: int | None = None
+    restart_step: int | None = None
+    """The first step that both runs have, where it is not the first of both: one was resumed there."""
     statuses: tuple[str, str] = ("complete", "complete")
     ended_early: dict[str, list[int]] = field(default_factory=dict)
     resumed: str = ""
@@ -58,6 +60,23 @@ class Findings:
     aligned_by: str = "step"
     alignment_remarks: Sequence[str] = ()
     unobserved: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def is_rebuild(self) -> bool:
+        """Whether it looks like DistributedDataParallel with buckets rebuilt in one run and not yet in the other.
+
+        Its first step reduces the gradients in other groups than all later ones do; with three ranks or
+        more the groups decide in which order the ranks are added.
+        """
+        first = self.origins[0] if self.origins else None
+        return (
+            first is not None
+            and first.cause in (Cause.COLLECTIVE, Cause.COMPUTE)
+            and first.phase in (Phase.GRAD, Phase.COMM)
+            and first.step == self.restart_step
+            and self.world_size >= 3
+            and len(self.parted_ranks) > 1
+        )
 
     def observe(
         self, pairs: Mapping[int, StepPair], attribution: Attribution, gap: tuple[int, int] | None, naming: Naming
@@ -91,7 +110,7 @@ def recommend(findings: Findings) -> str:
                 "hidden state that moves between the two."
             )
         return ""
-    return find_remedy(findings.cause, findings.origins, findings.level)
+    return find_remedy(findings.cause, findings.origins, findings.level, is_rebuild=findings.is_rebuild)
 
 
 def explain(findings: Findings) -> str:
@@ -156,6 +175,12 @@ def _diverged(findings: Findings) -> list[str]:
         Cause.HYPERPARAMETER: _hyperparameter,
         Cause.STRUCTURE: _structure,
     }[cause](first, where, findings)
+    if findings.is_rebuild:
+        sentences.append(
+            "It is the first step after a restart, in which DistributedDataParallel reduces the gradients in other "
+            "groups (buckets) than later: with three ranks or more that adds the ranks in another order, with no fault "
+            "in either run."
+        )
     if findings.gap is not None:
         begin, end = findings.gap
         span = f"step {begin}" if begin == end else f"steps {begin} to {end}"

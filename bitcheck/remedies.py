@@ -123,10 +123,8 @@ REMEDIES: tuple[Remedy, ...] = (
     ),
     Remedy(
         _only(Cause.COLLECTIVE),
-        "Fix the order in which ranks are added: the same algorithm and topology in both runs (NCCL_ALGO, NCCL_PROTO, "
-        "equal rank-to-node placement), the same buckets (DDP rebuilds its buckets after the first step, so the "
-        "first step after a resume reduces in another grouping; a first dummy step, or one bucket, makes them equal), "
-        "or an ordered reduction of your own.",
+        "Keep the order in which ranks are added the same: one algorithm and topology in both runs (NCCL_ALGO, "
+        "NCCL_PROTO, equal placement of ranks on nodes), equal buckets, or an ordered reduction of your own.",
     ),
     Remedy(
         _only(Cause.OPTIMIZER),
@@ -182,9 +180,21 @@ FINER = {
 }
 
 
-def find_remedy(cause: Cause, origins: list[Origin], level: Level) -> str:
-    """Return what to do about a divergence, in sentences."""
+REBUILT_BUCKETS = (
+    "Where DistributedDataParallel reduces: in both runs, either build it with find_unused_parameters=True, which "
+    "never rebuilds the buckets, or do one forward and backward pass on it before the checkpoint is loaded, so that "
+    "they are rebuilt before the first step."
+)
+
+
+def find_remedy(cause: Cause, origins: list[Origin], level: Level, *, is_rebuild: bool = False) -> str:
+    """Return what to do about a divergence, in sentences.
+
+    `is_rebuild`: it is where DistributedDataParallel, restarted, has not rebuilt its buckets yet.
+    """
     first = origins[0] if origins else None
+    if is_rebuild:
+        return REBUILT_BUCKETS
     if cause is Cause.RESTORE:
         return restore_advice(origins)
     advice = next((remedy.advice for remedy in REMEDIES if remedy.fits(cause, first)), "")

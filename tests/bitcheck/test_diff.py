@@ -391,6 +391,22 @@ def test_a_loss_that_differs_on_one_rank_explains_the_gradients_of_all_at_level_
     assert [(origin.rank, origin.site) for origin in answer.origins] == [(1, "loss/loss:value")]
 
 
+@pytest.mark.parametrize("level", [Level.STATE, Level.MODULE])
+@pytest.mark.parametrize(("num_ranks", "start", "fault_step"), [(3, 2, 2), (2, 2, 2), (3, 2, 3), (3, 0, 0)])
+def test_buckets_that_were_not_rebuilt_yet_are_told_in_the_first_step_after_a_restart_of_three_ranks(
+    level: Level, num_ranks: int, start: int, fault_step: int
+) -> None:
+    faults = [(rank, fault_step, "grad/blocks.1.weight:grad") for rank in range(num_ranks)]
+    whole = make_run(level=level, num_ranks=num_ranks, num_steps=6)
+    resumed = make_run(
+        level=level, num_ranks=num_ranks, num_steps=3, start_step=start, explicit_start=True, faults=faults
+    )
+    for answer in (diff_runs(whole, resumed), diff_runs(resumed, whole)):
+        is_told = (num_ranks, start, fault_step) == (3, 2, 2)
+        assert ("first step after a restart" in answer.explanation) == is_told
+        assert ("find_unused_parameters=True" in answer.remedy) == is_told
+
+
 @pytest.mark.parametrize("site", ["forward/blocks.1:out", "grad/blocks.1.weight:grad"])
 def test_of_very_many_ranks_those_that_differ_earliest_are_looked_into(
     monkeypatch: pytest.MonkeyPatch, site: str
