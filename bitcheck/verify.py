@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bitcheck.errors import BrokenRun, DamagedStep
 from bitcheck.run import Run, open_run, rank_path
 from bitcheck.store import CHAIN_SEED, RankReader, hash_file, link_chain, read_seal
@@ -132,7 +130,7 @@ class _RankCheck:
 
     def _check_steps(self, reader: RankReader) -> None:
         chain = CHAIN_SEED
-        totals = np.zeros(3, np.uint64)
+        totals = [0, 0, 0]
         reader.check_layouts()
         for number in range(reader.num_rows):
             row = reader.table[number]
@@ -143,10 +141,11 @@ class _RankCheck:
             )
             if chain != row["chain"].tobytes():
                 return self._report(name, "its chain does not follow from the step before it")
-            totals += np.array([step.meta.total_bytes, sum(step.unobserved.values()), len(step.remarks)], np.uint64)
+            counted = (step.meta.total_bytes, sum(step.unobserved.values()), len(step.remarks))
+            totals = [total + count for total, count in zip(totals, counted, strict=True)]
             recorded = [int(row[field]) for field in ("total_bytes", "total_unobserved", "total_remarks")]
             if (
-                recorded != totals.tolist()
+                recorded != totals
                 or int(row["num_bytes"]) != step.meta.total_bytes
                 or int(row["first_event"]) != self.num_events
             ):

@@ -42,15 +42,17 @@ written when all that it refers to is on the disk, so what a reader finds, or wh
 number of whole steps. Of every table but `steps` a reader takes only what the steps refer to.
 
 The parts: `format` (types, opening), `layout` (what steps share; roots and the chain), `file` (the HDF5
-file while it is written), `writer`, `unfinished` (opening what no writer closed), `reader`, `seal`.
+file while it is written), `writer`, `unfinished` (opening what no writer closed), `rank_file` (the HDF5
+file while it is read), `reader`, `step`, `seal`.
 """
 
 from __future__ import annotations
 
 from bitcheck.store.format import STATUSES, STEP_ROW, TAIL_ROW
 from bitcheck.store.layout import CHAIN_SEED, Layout, Meta, link_chain
-from bitcheck.store.reader import LoadedStep, RankReader
+from bitcheck.store.reader import RankReader
 from bitcheck.store.seal import hash_file, read_seal
+from bitcheck.store.step import LoadedStep
 from bitcheck.store.writer import RankWriter
 
 __all__ = [

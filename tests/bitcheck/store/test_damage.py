@@ -337,7 +337,7 @@ def test_what_a_living_writer_may_be_changing_is_read_again(
             raise OSError("incorrect metadata checksum")
         return read_rows(dataset, name, first, count)
 
-    monkeypatch.setattr("bitcheck.store.reader.read_rows", fail_twice)
+    monkeypatch.setattr("bitcheck.store.rank_file.read_rows", fail_twice)
     with RankReader(request.getfixturevalue(which)) as reader:
         if which == "unfinished":
             assert reader.num_rows == NUM_STEPS + 1
