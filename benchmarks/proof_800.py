@@ -1,0 +1,180 @@
+"""800 steps of the reference trainer, twice fresh and once resumed in the middle: the same in every event?
+
+    python -m benchmarks.proof_800 --config tiny --steps 800 --result benchmarks/results/FILE.md
+
+Then, for each piece of state that a checkpoint holds, the run is resumed without it, and `bitcheck diff`
+has to say so and name it; and with one kernel switched to its atomic form, and `diff` has to blame it.
+Every command is one that a user could type; the result lists them.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+EXPECTED = {
+    "masters": ("restore", "masters of the weights"),
+    "moments": ("restore", "exp_avg, exp_avg_sq"),
+    "step": ("restore", "step"),
+    "router_bias": ("restore", "router.bias"),
+    "ema": ("restore", "ema"),
+    "rng.torch": ("rng", "torch.cpu"),
+    "rng.python": ("rng", "python"),
+    "rng.numpy": ("rng", "numpy"),
+    "data": ("data", "batch"),
+}
+"""What is left out -> the cause that `diff` has to give, and what it is about, for people."""
+
+SWITCHED = {
+    "moe.dprob=atomic": "experts.down:grad_in.1",
+    "moe.combine=atomic": "moe.combine:out",
+    "moe.wgrad=atomic": "moe.experts.",
+    "norm.dweight=atomic": "norm",
+}
+"""A switch's free form -> a part of the site of the first origin."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One `bitcheck diff`."""
+
+    baseline: str
+    candidate: str
+    answer: dict[str, Any]
+    seconds: float
+
+
+class Bench:
+    """Runs commands in one folder and remembers them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.commands: list[str] = []
+
+    def bitcheck(self, *arguments: str, allowed: tuple[int, ...] = (0,)) -> str:
+        """Run `bitcheck ARGUMENTS` and return its output; ends the program where it fails."""
+        self.commands.append("bitcheck " + shlex.join(arguments))
+        click.echo(f"$ {self.commands[-1]}")
+        command = [sys.executable, "-m", "bitcheck", *arguments]
+        done = subprocess.run(command, cwd=self.folder, text=True, stdout=subprocess.PIPE)
+        if done.returncode not in allowed:
+            sys.exit(f"exit status {done.returncode}")
+        return done.stdout
+
+    def diff(self, baseline: str, candidate: str) -> Comparison:
+        """Compare two runs and print the verdict."""
+        began = time.perf_counter()
+        answer = json.loads(self.bitcheck("diff", baseline, candidate, "--json", allowed=(0, 1)))
+        first = answer["first"]["site"] if answer["first"] else "no difference"
+        click.echo(f"  {answer['verdict']}: {first} (cause: {answer['cause']})")
+        return Comparison(baseline, candidate, answer, time.perf_counter() - began)
+
+
+@click.command()
+@click.option("--config", "config_name", default="tiny", show_default=True)
+@click.option("--steps", default=800, show_default=True)
+@click.option("--level", default="module", show_default=True)
+@click.option("--hardware", default=platform.processor() or platform.machine(), help="What to call this machine.")
+@click.option("--date", default="", help="The day, for the result's first lines.")
+@click.option("--result", type=click.Path(path_type=Path), help="Also write the result to this file.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Where runs go; default: a temporary folder.")
+def main(
+    config_name: str, steps: int, level: str, hardware: str, date: str, result: Path | None, folder: Path | None
+) -> None:
+    """Prove that the trainer repeats itself, and that bitcheck says when it does not."""
+    with tempfile.TemporaryDirectory() as temporary:
+        work = folder or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        report, is_good = _prove(Bench(work), config_name, steps, level, f"{hardware}{', ' if date else ''}{date}")
+    click.echo(report)
+    if result is not None:
+        result.write_text(report)
+    sys.exit(0 if is_good else 1)
+
+
+def _prove(bench: Bench, config_name: str, steps: int, level: str, machine: str) -> tuple[str, bool]:
+    half = steps // 2
+    checkpoint = f"ckpt/step-{half:06d}.pt"
+    train = ("reference", "train", "--config", config_name, "--quiet", "--level", level)
+    began = time.perf_counter()
+    long = (*train, "--steps", str(steps))
+    bench.bitcheck(*long, "--record", "first", "--save-every", str(half), "--out", "ckpt")
+    bench.bitcheck(*long, "--record", "second")
+    bench.bitcheck(*long, "--record", "resumed", "--resume", checkpoint)
+    proofs = [bench.diff("first", "second"), bench.diff("first", "resumed")]
+    short = (*train, "--steps", str(half + 3), "--resume", checkpoint)
+    faults: list[tuple[str, str, Comparison, bool]] = []
+    for piece, (cause, about) in EXPECTED.items():
+        name = f"without-{piece}"
+        bench.bitcheck(*short, "--record", name, "--leave-out", piece)
+        comparison = bench.diff("first", name)
+        faults.append((f"--leave-out {piece}", f"{cause}: {about}", comparison, comparison.answer["cause"] == cause))
+    for setting, site in SWITCHED.items():
+        name = f"with-{setting.replace('=', '-')}"
+        bench.bitcheck(*short, "--record", name, "--set", setting)
+        comparison = bench.diff("first", name)
+        first = comparison.answer["first"]
+        faults.append((f"--set {setting}", site, comparison, first is not None and site in first["site"]))
+    seconds = time.perf_counter() - began
+    is_good = all(proof.answer["verdict"] == "identical" for proof in proofs) and all(fault[3] for fault in faults)
+    return _describe(bench, config_name, steps, level, machine, proofs, faults, seconds), is_good
+
+
+def _describe(
+    bench: Bench,
+    config_name: str,
+    steps: int,
+    level: str,
+    machine: str,
+    proofs: list[Comparison],
+    faults: list[tuple[str, str, Comparison, bool]],
+    seconds: float,
+) -> str:
+    lines = [
+        f"# {steps} steps of `{config_name}`: fresh, fresh again, resumed",
+        "",
+        f"{machine}, {torch.get_num_threads()} of its cores in use, PyTorch {torch.__version__},"
+        f" Python {platform.python_version()}; level `{level}`; {seconds / 60:.0f} minutes in all.",
+        "",
+        f"    python -m benchmarks.proof_800 {shlex.join(sys.argv[1:])}",
+        "",
+        "| compared | verdict | steps | events | bytes | time of the diff |",
+        "|---|---|---|---|---|---|",
+    ]
+    for proof in proofs:
+        compared = proof.answer["compared"]
+        lines.append(
+            f"| {proof.baseline}, {proof.candidate} | **{proof.answer['verdict']}** | {compared['steps']:,}"
+            f" | {compared['events']:,} | {compared['bytes']:,} | {proof.seconds:.1f} s |"
+        )
+    lines += [
+        "",
+        f"Resumed at step {steps // 2} with a fault, three steps, compared with the first run:",
+        "",
+        "| fault | should be found | cause | first | origins | found |",
+        "|---|---|---|---|---|---|",
+    ]
+    for fault, expected, comparison, is_found in faults:
+        answer = comparison.answer
+        first = f"step {answer['first']['step']}, `{answer['first']['site']}`" if answer["first"] else "-"
+        lines.append(
+            f"| `{fault}` | {expected} | {answer['cause']} | {first} | {len(answer['origins'])}"
+            f" | {'yes' if is_found else '**no**'} |"
+        )
+    lines += ["", "The commands:", "", *(f"    {command}" for command in bench.commands)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
