@@ -107,7 +107,7 @@ class _Comparison:
             starts = ours.first_step, theirs.first_step + self.alignment.offset
             findings.restart_step = max(starts) if starts[0] != starts[1] else None
         findings.statuses = (str(self.baseline.status), str(self.candidate.status))
-        findings.aligned_by, findings.alignment_remarks = self.alignment.by, self.alignment.remarks
+        findings.alignment = self.alignment
         findings.environment = self._environment()
         findings.recomputes = self._check_recomputes()
         findings.unobserved = self._count_unobserved()

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from bitcheck.align import Alignment
 from bitcheck.answer import Cause, EnvironmentDifference, Origin
 from bitcheck.attribution import Attribution
 from bitcheck.events import Level, Phase
@@ -57,8 +58,7 @@ class Findings:
     inherited_structure: int = 0
     environment: Sequence[EnvironmentDifference] = ()
     recomputes: Mapping[str, list[str]] = field(default_factory=dict)
-    aligned_by: str = "step"
-    alignment_remarks: Sequence[str] = ()
+    alignment: Alignment = field(default_factory=lambda: Alignment(0, "step"))
     unobserved: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -110,6 +110,11 @@ def recommend(findings: Findings) -> str:
                 "hidden state that moves between the two."
             )
         return ""
+    if findings.cause is Cause.RESTORE and findings.alignment.remarks:
+        return (
+            "Load the checkpoint of the step before the number that was given, or give the number of the step after "
+            "the state that was restored (--start-step, record(start_step=))."
+        )
     return find_remedy(findings.cause, findings.origins, findings.level, is_rebuild=findings.is_rebuild)
 
 
@@ -121,9 +126,14 @@ def explain(findings: Findings) -> str:
         sentences = [_ended_early(findings)]
     else:
         sentences = [*_diverged(findings), *_downstream(findings)]
-    sentences.extend(findings.alignment_remarks)
-    if findings.aligned_by == "state":
-        sentences.append("The runs were aligned where one's initial snapshot equals the other's state.")
+    sentences.extend(findings.alignment.remarks)
+    if findings.alignment.by == "state":
+        offset = findings.alignment.offset
+        begins, other = ("candidate", "baseline") if offset > 0 else ("baseline", "candidate")
+        sentences.append(
+            f"Step 0 of the {begins} is taken for step {abs(offset)} of the {other}, because its initial snapshot is "
+            "the state at the end of the step before."
+        )
     sentences.extend(_recompute(findings))
     if findings.cause not in (None, Cause.ENDED_EARLY) and findings.environment:
         sentences.append(_environment(findings.environment))

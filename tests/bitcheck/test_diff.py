@@ -194,6 +194,9 @@ def test_a_resumed_run_without_a_number_is_aligned_by_its_state() -> None:
     answer = diff_runs(make_run(num_steps=6), make_run(start_step=3, num_steps=3))
     assert answer.verdict == "identical"
     assert (answer.aligned.first_step, answer.aligned.last_step, answer.aligned.by) == (3, 5, "state")
+    assert "Step 0 of the candidate is taken for step 3 of the baseline" in answer.explanation
+    mirrored = diff_runs(make_run(start_step=3, num_steps=3), make_run(num_steps=6))
+    assert "Step 0 of the baseline is taken for step 3 of the candidate" in mirrored.explanation
 
 
 @pytest.mark.parametrize("fault", ["param/blocks.1.weight:value", "optim/blocks.2.weight:momentum_buffer"])
@@ -230,6 +233,7 @@ def test_a_number_that_disagrees_with_the_restored_state_is_remarked() -> None:
     answer = diff_runs(make_run(num_steps=6), shifted)
     assert answer.cause == "restore"
     assert "restored the state of step 2, not 3" in answer.explanation
+    assert "--start-step" in answer.remedy
 
 
 def test_a_run_that_was_asked_for_fewer_steps_is_no_divergence() -> None:
