@@ -1,36 +1,11 @@
 """A run's folder: run.json beside one file a rank.
 
-    runs/a/
-        run.json          what was run, where, and how it ended; changes to it show (bitcheck.document)
-        rank-00000.h5     the steps of rank 0 (bitcheck.store)
-        rank-00000.seal   the hash of that file, once it is finished (bitcheck.store.seal)
-        rank-00001.h5
-        ...
-
-run.json:
-
-    {
-      "bitcheck_version": "0.1.0",
-      "checksum": "1f0e...",                    XXH3-128 of all the rest
-      "command": ["python", "train.py"],
-      "cwd": "/home/me/job",
-      "digest_version": 1,
-      "ended": "2026-01-31T12:34:56Z",          null while it runs
-      "environment": {"torch": "2.13.0", ...},
-      "every": 1,
-      "exit_status": 0,
-      "leaves": 1048576,                        or "all", "none": tensors up to this size keep their leaves
-      "level": "module",
-      "recorder": "run",                        or "record", the context manager
-      "run_id": "0c3f...",
-      "schema": "bitcheck.run/1",
-      "start_step": 0,
-      "started": "2026-01-31T12:00:00Z",
-      "status": "complete",                     or "recording", "failed", "killed"
-      "steps": null,                            or "A:B"
-      "world_size": 2,
-      "writer": {"host": "node-17", "pid": 4242, "pid_started": 183482}
-    }
+runs/a/
+    run.json          what was run, where, and how it ended (bitcheck.run_document)
+    rank-00000.h5     the steps of rank 0 (bitcheck.store)
+    rank-00000.seal   the hash of that file, once it is finished (bitcheck.store.seal)
+    rank-00001.h5
+    ...
 """
 
 from __future__ import annotations
@@ -48,20 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 from bitcheck import __version__
 from bitcheck.digest import DIGEST_VERSION
-from bitcheck.document import MAX_BYTES, ChangedDocument, DocumentError, decode_document, encode_document
+from bitcheck.document import encode_document
 from bitcheck.errors import BrokenRun, FutureRun, NotARun, RecordingError
 from bitcheck.events import Level
 from bitcheck.process import is_gone, this_process
+from bitcheck.run_document import RUN_FILE, SCHEMA, find_problem, read_run_file
 
 if TYPE_CHECKING:
     import numpy as np
 
     from bitcheck.store import RankReader
-
-SCHEMA_PREFIX = "bitcheck.run/"
-SCHEMA = SCHEMA_PREFIX + "1"
-RUN_FILE = "run.json"
-MAX_WORLD_SIZE = 1_000_000
 
 _RANK_FILE = re.compile(r"rank-(\d{5,})\.h5")
 _OWN_FILE = re.compile(
@@ -105,9 +76,10 @@ def create_run(folder: Path, info: dict[str, Any], overwrite: bool) -> None:
         "writer": this_process(),
         "environment": {},
         "recorder": "record",
+        "notes": [],
         **info,
     }
-    problem = _find_problem(document)
+    problem = find_problem(document)
     if problem:
         raise RecordingError(f"{folder / RUN_FILE} cannot be written: it {problem}.")
     try:
@@ -136,8 +108,8 @@ def update_run(folder: Path, **changes: Any) -> None:
     """
     folder = Path(folder)
     with _locked(folder):
-        document = _read_document(folder) | changes
-        problem = _find_problem(document)
+        document = read_run_file(folder) | changes
+        problem = find_problem(document)
         if problem:
             raise RecordingError(f"{folder / RUN_FILE} cannot be written: it {problem}.")
         building = _building_path(folder)
@@ -181,7 +153,7 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.info = _read_document(path)
+        self.info = read_run_file(path)
         self.run_id: str = self.info["run_id"]
         self.level = Level(self.info["level"])
         self.world_size: int = self.info["world_size"]
@@ -291,94 +263,6 @@ def _read_tails(path: Path, ranks: list[int]) -> np.ndarray:
     """Do the work of `Run.read_tails` in another process."""
     with Run(path) as run:
         return run.read_tails(ranks)
-
-
-def _read_document(folder: Path) -> dict[str, Any]:
-    """Return a valid run.json. Raises NotARun, FutureRun, BrokenRun."""
-    path = folder / RUN_FILE
-    try:
-        with path.open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        what = "holds no run.json" if folder.is_dir() else "does not exist"
-        raise NotARun(
-            f"{folder} {what}; expected the folder of a recorded run.\nRecord one: bitcheck run -o {folder} -- CMD"
-        ) from None
-    except NotADirectoryError:
-        raise NotARun(f"{folder} is a file; expected the folder of a recorded run.\nName the folder itself.") from None
-    except OSError as error:
-        raise NotARun(f"{path} cannot be read: {error.strerror}.\nCheck its permissions.") from None
-    try:
-        document = decode_document(text)
-    except ChangedDocument as error:
-        _check_schema(path, error.schema)
-        raise BrokenRun(
-            f"{path} {error}: it was edited or damaged.\nRestore it from a copy, or record the run again."
-        ) from None
-    except DocumentError as error:
-        raise BrokenRun(
-            f"{path} {error}; expected what bitcheck wrote.\nRestore it from a copy, or record the run again."
-        ) from None
-    _check_schema(path, document["schema"])
-    if document.get("digest_version") != DIGEST_VERSION:
-        raise FutureRun(
-            f"{path} says digest version {document.get('digest_version')!r}; this bitcheck reads {DIGEST_VERSION}.\n"
-            "Update bitcheck to read it."
-        )
-    problem = _find_problem(document)
-    if problem:
-        raise BrokenRun(f"{path} {problem}.\nRestore it from a copy, or record the run again.")
-    return document
-
-
-def _check_schema(path: Path, schema: str) -> None:
-    if schema == SCHEMA:
-        return
-    if schema.startswith(SCHEMA_PREFIX):
-        raise FutureRun(f"{path} has schema {schema!r}; this bitcheck reads {SCHEMA}.\nUpdate bitcheck to read it.")
-    raise NotARun(f"{path} has schema {schema[:40]!r}; expected {SCHEMA}.\nName the folder of a recorded run.")
-
-
-def _find_problem(document: dict[str, Any]) -> str | None:
-    """Return what is wrong with the content of a run.json, to follow its name in a sentence."""
-    for key, kind in _KEY_TYPES.items():
-        if key not in document:
-            return f"has no {key}"
-        if not isinstance(document[key], kind) or (kind is int and isinstance(document[key], bool)):
-            return f"has an unusable {key}: {str(document[key])[:60]!r}"
-    if document["level"] not in set(Level):
-        return f"has an unknown level: {document['level'][:60]!r}"
-    if not 0 < document["world_size"] <= MAX_WORLD_SIZE:
-        return f"has an impossible world_size: {document['world_size']}"
-    if document["status"] not in ("recording", "complete", "failed", "killed"):
-        return f"has an unknown status: {document['status'][:60]!r}"
-    environment = document["environment"]
-    if not all(isinstance(value, str) for value in environment.values()):
-        return "has an environment that is not text"
-    return None
-
-
-_KEY_TYPES: dict[str, Any] = {
-    "schema": str,
-    "digest_version": int,
-    "bitcheck_version": str,
-    "run_id": str,
-    "command": list,
-    "cwd": str,
-    "level": str,
-    "world_size": int,
-    "start_step": int | None,
-    "leaves": int | str,
-    "steps": str | None,
-    "every": int,
-    "started": str,
-    "ended": str | None,
-    "status": str,
-    "exit_status": int | None,
-    "writer": dict,
-    "environment": dict,
-    "recorder": str,
-}
 
 
 def _clear(folder: Path, overwrite: bool) -> None:

@@ -1,0 +1,133 @@
+"""run.json: what was run, where, and how it ended.
+
+    {
+      "bitcheck_version": "0.1.0",
+      "checksum": "1f0e...",                    XXH3-128 of all the rest
+      "command": ["python", "train.py"],
+      "cwd": "/home/me/job",
+      "digest_version": 1,
+      "ended": "2026-01-31T12:34:56Z",          null while it runs
+      "environment": {"torch": "2.13.0", ...},
+      "every": 1,
+      "exit_status": 0,
+      "leaves": 1048576,                        or "all", "none": tensors up to this size keep their leaves
+      "level": "module",
+      "notes": [],                              sentences about what went unrecorded
+      "recorder": "run",                        or "record", the context manager
+      "run_id": "0c3f...",
+      "schema": "bitcheck.run/1",
+      "start_step": 0,
+      "started": "2026-01-31T12:00:00Z",
+      "status": "complete",                     or "recording", "failed", "killed"
+      "steps": null,                            or "A:B"
+      "world_size": 2,
+      "writer": {"host": "node-17", "pid": 4242, "pid_started": 183482}
+    }
+
+It is a document (bitcheck.document): one that was cut or edited is not read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bitcheck.digest import DIGEST_VERSION
+from bitcheck.document import MAX_BYTES, ChangedDocument, DocumentError, decode_document
+from bitcheck.errors import BrokenRun, FutureRun, NotARun
+from bitcheck.events import Level
+
+SCHEMA_PREFIX = "bitcheck.run/"
+SCHEMA = SCHEMA_PREFIX + "1"
+RUN_FILE = "run.json"
+MAX_WORLD_SIZE = 1_000_000
+STATUSES = ("recording", "complete", "failed", "killed")
+
+_KEY_TYPES: dict[str, Any] = {
+    "schema": str,
+    "digest_version": int,
+    "bitcheck_version": str,
+    "run_id": str,
+    "command": list,
+    "cwd": str,
+    "level": str,
+    "world_size": int,
+    "start_step": int | None,
+    "leaves": int | str,
+    "steps": str | None,
+    "every": int,
+    "started": str,
+    "ended": str | None,
+    "status": str,
+    "exit_status": int | None,
+    "writer": dict,
+    "environment": dict,
+    "recorder": str,
+    "notes": list,
+}
+
+
+def read_run_file(folder: Path) -> dict[str, Any]:
+    """Return a valid run.json. Raises NotARun, FutureRun, BrokenRun."""
+    path = folder / RUN_FILE
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        what = "holds no run.json" if folder.is_dir() else "does not exist"
+        raise NotARun(
+            f"{folder} {what}; expected the folder of a recorded run.\nRecord one: bitcheck run -o {folder} -- CMD"
+        ) from None
+    except NotADirectoryError:
+        raise NotARun(f"{folder} is a file; expected the folder of a recorded run.\nName the folder itself.") from None
+    except OSError as error:
+        raise NotARun(f"{path} cannot be read: {error.strerror}.\nCheck its permissions.") from None
+    try:
+        document = decode_document(text)
+    except ChangedDocument as error:
+        _check_schema(path, error.schema)
+        raise BrokenRun(
+            f"{path} {error}: it was edited or damaged.\nRestore it from a copy, or record the run again."
+        ) from None
+    except DocumentError as error:
+        raise BrokenRun(
+            f"{path} {error}; expected what bitcheck wrote.\nRestore it from a copy, or record the run again."
+        ) from None
+    _check_schema(path, document["schema"])
+    if document.get("digest_version") != DIGEST_VERSION:
+        raise FutureRun(
+            f"{path} says digest version {document.get('digest_version')!r}; this bitcheck reads {DIGEST_VERSION}.\n"
+            "Update bitcheck to read it."
+        )
+    problem = find_problem(document)
+    if problem:
+        raise BrokenRun(f"{path} {problem}.\nRestore it from a copy, or record the run again.")
+    return document
+
+
+def _check_schema(path: Path, schema: str) -> None:
+    if schema == SCHEMA:
+        return
+    if schema.startswith(SCHEMA_PREFIX):
+        raise FutureRun(f"{path} has schema {schema!r}; this bitcheck reads {SCHEMA}.\nUpdate bitcheck to read it.")
+    raise NotARun(f"{path} has schema {schema[:40]!r}; expected {SCHEMA}.\nName the folder of a recorded run.")
+
+
+def find_problem(document: dict[str, Any]) -> str | None:
+    """Return what is wrong with the content of a run.json, to follow its name in a sentence."""
+    for key, kind in _KEY_TYPES.items():
+        if key not in document:
+            return f"has no {key}"
+        if not isinstance(document[key], kind) or (kind is int and isinstance(document[key], bool)):
+            return f"has an unusable {key}: {str(document[key])[:60]!r}"
+    if document["level"] not in set(Level):
+        return f"has an unknown level: {document['level'][:60]!r}"
+    if not 0 < document["world_size"] <= MAX_WORLD_SIZE:
+        return f"has an impossible world_size: {document['world_size']}"
+    if document["status"] not in STATUSES:
+        return f"has an unknown status: {document['status'][:60]!r}"
+    if not all(isinstance(value, str) for value in document["environment"].values()):
+        return "has an environment that is not text"
+    if not all(isinstance(word, str) for word in [*document["command"], *document["notes"]]):
+        return "has a command or notes that are not text"
+    return None
