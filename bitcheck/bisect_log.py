@@ -2,7 +2,7 @@
 
     {"schema": "bitcheck.bisect-log/1", "program": "5f0c...", "names": ["a", "b"], "search": {"confidence": 0.95, ...}}
     {"point": [], "diverged": false, "num_runs": 2, "where": null, "seconds": 6.1}
-    {"point": ["a", "b"], "diverged": true, "num_runs": 2, "where": "step 3: forward/body:out (forward)", "seconds": 5.0}
+    {"point": ["a", "b"], "diverged": true, "num_runs": 2, "where": "step 3: forward/body:out", "seconds": 5.0}
 
 A search asks the same questions when it gets the same answers, so an interrupted one is started again
 with its log: logged samples are answered from it, and only then is anything run. A replay runs nothing.
@@ -16,7 +16,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,11 @@ class LogHeader:
     def to_json(self) -> dict[str, Any]:
         """Return the header as JSON data."""
         return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def of(cls, program: str, names: Sequence[str], search: Search, command: Sequence[str]) -> LogHeader:
+        """Return the header of a search; how many runs it may take makes it no other one."""
+        return cls(program, tuple(names), replace(search, max_runs=None), tuple(command))
 
 
 def read_log(path: Path) -> tuple[LogHeader, list[tuple[Point, Sample]], int]:

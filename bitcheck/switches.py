@@ -98,10 +98,8 @@ class SwitchSet:
 
     def digest(self, command: Sequence[str]) -> str:
         """Return a digest of what would be run: by it a log is known to belong to a search."""
-        content = [
-            list(command),
-            [[s.name, list(f.args), [list(v) for v in f.variables]] for s in self.switches for f in (s.reproducible, s.suspect)],
-        ]  # fmt: skip
+        forms = [(each.name, form) for each in self.switches for form in (each.reproducible, each.suspect)]
+        content = [list(command), [[name, form.args, form.variables] for name, form in forms]]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
