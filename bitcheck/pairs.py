@@ -17,9 +17,8 @@ from bitcheck.answer import Answer, Verdict
 from bitcheck.control import run_control
 from bitcheck.coverage import Demand, find_gaps, find_uncompared, step_range
 from bitcheck.diff import diff_runs
-from bitcheck.errors import BitcheckError, ProgramFailed, RunError
+from bitcheck.errors import BitcheckError, RunError
 from bitcheck.follow import Compare, Follower
-from bitcheck.launch import ProgramNotFound
 from bitcheck.run import open_run
 from bitcheck.trials import Runner, Trial, check_ending, run_trial
 
@@ -49,6 +48,8 @@ class PairRunner:
 
     def __init__(self, demand: Demand, *, runner: Runner = run_trial, compare: Compare = diff_runs) -> None:
         self.num_runs = 0
+        self.is_broken = False
+        """The positive control was not seen: no verdict of this pipeline means anything."""
         self._demand, self._runner, self._compare = demand, runner, compare
         self._is_controlled = False
 
@@ -65,6 +66,7 @@ class PairRunner:
             with open_run(trial.folder) as run:
                 control = run_control(run, compare=self._compare)
             if not control.has_passed:
+                self.is_broken = True
                 raise NoVerdict(
                     f"bitcheck is broken: one bit of {control.site} in step {control.step} was flipped in a copy of a "
                     f"run, and {control.problem}.\nPlease report it with the run."
@@ -142,6 +144,3 @@ def second(trial: Trial, number: int) -> Trial:
         folder=trial.folder.with_name(label),
         log=trial.log.with_name(f"{label}.log"),
     )
-
-
-__all__ = ["NoVerdict", "PairOutcome", "PairRunner", "ProgramFailed", "ProgramNotFound", "second"]
