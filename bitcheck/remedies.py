@@ -209,3 +209,61 @@ def find_remedy(cause: Cause, origins: list[Origin], level: Level, *, is_rebuild
     if cause in COMPUTED and finer and finer.split(" to ")[0] not in advice and "--level" not in advice:
         advice = f"{advice} {finer}"
     return advice
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """What makes an operation give the same bits each time."""
+
+    op: str
+    """Regular expression, found anywhere in the operator's name."""
+    is_covered: bool
+    """Whether torch.use_deterministic_algorithms(True) changes it (or raises, where there is no other way)."""
+    advice: str
+    raises: bool = False
+    """Whether that switch has no deterministic form of it and raises an error."""
+
+
+_WORKS = f"{DETERMINISTIC}: it then takes an ordered form of this operation."
+_RAISES = (
+    "torch.use_deterministic_algorithms(True) raises an error here on CUDA, because there is no ordered form: "
+    "write it with other operations (a sort and a segmented sum, a matrix product with one-hot rows), or run it on the "
+    "CPU with one thread."
+)
+
+SWITCHES: tuple[Switch, ...] = (
+    Switch(
+        r"aten\._?index_put",
+        True,
+        f"{DETERMINISTIC}: without it the threads add in the order in which they come, on the CPU too.",
+    ),
+    Switch(r"aten\.(index_add|index_copy|index_reduce)", True, _WORKS),
+    Switch(r"aten\.(scatter_add|scatter|scatter_reduce|gather)", True, _WORKS),
+    Switch(r"aten\.put_", True, _WORKS),
+    Switch(r"aten\.(embedding_dense_backward|index_select_backward|repeat_interleave)", True, _WORKS),
+    Switch(r"aten\.(replication_pad\dd_backward|reflection_pad1d_backward)", True, _WORKS),
+    Switch(r"aten\._?(cudnn_)?convolution|aten\.conv\dd", True,
+           f"{DETERMINISTIC}, and torch.backends.cudnn.benchmark = False: cuDNN picks its algorithm by a timing."),
+    Switch(r"aten\._?(baddbmm|addmm|bmm|mm|addmv|mv|dot|linear)\b", False,
+           "Not covered by the switch alone: set CUBLAS_WORKSPACE_CONFIG=:4096:8 before CUDA starts and use one "
+           "stream; on the CPU keep the number of threads."),
+    Switch(r"aten\.(max_unpool|adaptive_max_pool|adaptive_avg_pool|fractional_max_pool|max_pool3d_with_indices_backward|"
+           r"avg_pool3d_backward|upsample_\w+_backward|grid_sampler_\dd_backward|reflection_pad[23]d_backward|"
+           r"nll_loss2d|cumsum|ctc_loss|_ctc_loss|histc|bincount|kthvalue|median|_embedding_bag)", True, _RAISES, True),
+    Switch(r"flash_attention|efficient_attention|scaled_dot_product", True,
+           "Use a deterministic attention backward: torch.use_deterministic_algorithms(True) for PyTorch's own, or the "
+           "math backend (torch.nn.attention.sdpa_kernel(SDPBackend.MATH))."),
+    Switch(r"^flash_attn", False, "Not covered: pass deterministic=True to flash_attn."),
+    Switch(r"aten\._?(nan_)?(sum|mean|norm|linalg_vector_norm|var|std|prod)\b", False,
+           "Not covered, and fixed in PyTorch for equal shapes, strides and thread counts: look for memory that "
+           "another stream or thread writes meanwhile."),
+    Switch(r"triton\.", False,
+           "Not covered: a kernel of your own. Look for tl.atomic_add, for autotuning that picks another configuration "
+           "(another order of addition) each time, and for programs that write the same elements."),
+)  # fmt: skip
+"""Known operations, by the documentation of torch.use_deterministic_algorithms and by what was measured."""
+
+
+def find_switch(op: str) -> Switch | None:
+    """Return what is known to help an operator that disagrees with itself, None where nothing is."""
+    return next((switch for switch in SWITCHES if re.search(switch.op, op)), None)

@@ -63,7 +63,7 @@ def snapshot_call(facts: OpFacts, args: tuple[Any, ...], kwargs: Mapping[str, An
 
     Raises ValueError for an argument that is neither tensor, number, text nor a word of PyTorch's.
     """
-    memory = _Memory()
+    memory = CallMemory()
     for value in (*args, *kwargs.values()):
         memory.measure(value)
     devices = {int(tensor.device.index or 0) for tensor in memory.tensors if tensor.is_cuda}
@@ -90,15 +90,17 @@ def snapshot_call(facts: OpFacts, args: tuple[Any, ...], kwargs: Mapping[str, An
     }
 
 
-class _Memory:
+class CallMemory:
     """The storages that a call's tensors lie in, and the part of each that they cover."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
+        """In the order in which `measure` met them."""
         self._spans: dict[int, list[int]] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def measure(self, value: Any) -> None:
+        """Take note of the tensors in an argument."""
         if isinstance(value, (list, tuple)):
             for member in value:
                 self.measure(member)
@@ -124,7 +126,25 @@ class _Memory:
         begin, end = self._spans[key]
         return begin // ALIGNMENT_BYTES * ALIGNMENT_BYTES, end
 
+    def storages(self) -> list[tuple[int, int, int]]:
+        """Return, in the order of `copies`, what identifies each storage and the bytes of it that were copied."""
+        return [(key, *self._aligned(key)) for key in self._storages]
+
+    def rebuild(self, value: Any, copies: list[torch.Tensor]) -> Any:
+        """Return an argument with its tensors lying in `copies` as they lie in their own memory."""
+        if isinstance(value, torch.Tensor):
+            key = value.untyped_storage()._cdata
+            flat = copies[list(self._storages).index(key)]
+            offset = (value.storage_offset() * value.element_size() - self._aligned(key)[0]) // value.element_size()
+            tensor = torch.empty(0, dtype=value.dtype, device=value.device)
+            tensor.set_(flat.untyped_storage(), offset, value.size(), value.stride())
+            return tensor
+        if type(value) in (list, tuple):
+            return type(value)(self.rebuild(member, copies) for member in value)
+        return value
+
     def encode(self, value: Any) -> tuple[str, Any]:
+        """Return an argument as plain data."""
         if isinstance(value, torch.Tensor):
             key = value.untyped_storage()._cdata
             offset_bytes = value.storage_offset() * value.element_size() - self._aligned(key)[0]
