@@ -11,6 +11,7 @@ and a ratio is the median over the rounds of a variant's block to the bare block
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import statistics
 import tempfile
@@ -43,7 +44,8 @@ class Attention(nn.Module):
         batch, length, width = x_BTD.shape
         q, k, v = self.qkv(x_BTD).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        mixed_BTD: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return mixed_BTD
 
 
 class Block(nn.Module):
@@ -53,11 +55,14 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.attn = nn.LayerNorm(width), Attention(width, heads)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False)
+        )
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         x_BTD = x_BTD + self.attn(self.norm1(x_BTD))
-        return x_BTD + self.mlp(self.norm2(x_BTD))
+        y_BTD: torch.Tensor = x_BTD + self.mlp(self.norm2(x_BTD))
+        return y_BTD
 
 
 class GPT(nn.Module):
@@ -167,81 +172,98 @@ def copy_bandwidth() -> float:
     """Return what a device-to-device copy moves, bytes read and written a second."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    took = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median")
+    took = float(triton.testing.do_bench(lambda: target.copy_(source), return_mode="median"))
     return 2 * source.numel() / (took * 1e-3)
 
 
+class Measured:
+    """The blocks of all variants at one number of tokens a step."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self.micro_batches = micro_batches
+        self.seconds: dict[str, list[float]] = {}
+        """Seconds a step, one entry a round."""
+        self.peak: dict[str, int] = {}
+        """Peak allocated memory, bytes."""
+
+    def run(self, name: str, block: Callable[[int, int], None], steps: int, is_warm: bool) -> None:
+        """Time one block of `steps` steps; the first round only warms up."""
+        torch.cuda.reset_peak_memory_stats()
+        took = timed(lambda: block(steps, self.micro_batches)) / steps
+        if is_warm:
+            self.seconds.setdefault(name, []).append(took)
+        self.peak[name] = max(self.peak.get(name, 0), torch.cuda.max_memory_allocated())
+
+    def ratio(self, name: str) -> float:
+        """Return the median over the rounds of a variant's step to the bare step of the same round."""
+        pairs = zip(self.seconds[name], self.seconds["bare"], strict=False)
+        return statistics.median(value / bare for value, bare in pairs)
+
+
+def measure(job: Job, recorded: dict[Level, RecordedJob], rounds: int, steps: int, micro_batches: int) -> Measured:
+    """Interleave the bare job, its recorded levels and, at one micro-batch, the peers."""
+    found = Measured(micro_batches)
+
+    def bare(steps: int, micro_batches: int) -> None:
+        for _ in range(steps):
+            job.step(micro_batches)
+
+    levels = [level for level in recorded if micro_batches == 1 or level is not Level.OP]
+    for number in range(rounds + 1):
+        found.run("bare", bare, steps, number > 0)
+        for level in levels:
+            found.run(str(level), recorded[level].block, 2 if level is Level.OP else steps, number > 0)
+    if micro_batches == 1:
+        for kind in ("hash_tensor", "norm"):
+            found.run(f"DebugMode {kind}", functools.partial(debug_block, job, kind=kind), 1, True)
+        found.run("copy to the host, md5", functools.partial(naive_block, job), 1, True)
+    return found
+
+
+def table(found: Measured, recorded: dict[Level, RecordedJob], bandwidth: float) -> list[str]:
+    """Return the measurement as lines of Markdown."""
+    base = statistics.median(found.seconds["bare"])
+    lines = [
+        f"\n## {found.micro_batches * 8192:,} tokens a step\n",
+        "Floor: 1 + bytes hashed / (copy bandwidth x bare step).\n",
+        "| variant | step, ms | ratio to bare | events | GB hashed | floor | peak memory over bare, MiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, values in found.seconds.items():
+        hashed = " | | "
+        if name in {str(level) for level in recorded}:
+            events, num_bytes = recorded[Level(name)].bytes_a_step()
+            hashed = f"{events:,} | {num_bytes / 1e9:.2f} | {1 + num_bytes / (bandwidth * base):.3f}"
+        memory = (found.peak[name] - found.peak["bare"]) / 2**20
+        lines.append(
+            f"| {name} | {statistics.median(values) * 1e3:.1f} | {found.ratio(name):.3f} | {hashed} | {memory:.0f} |"
+        )
+    return lines
+
+
 def main() -> None:
-    """Measure, print, and write the table."""
+    """Measure, print, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=5, help="steps in a block")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    lines: list[str] = []
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-        lines.append(line)
-
     with tempfile.TemporaryDirectory() as scratch:
         job = Job(options.layers)
         count = sum(p.numel() for p in job.model.parameters())
-        say(f"# Recording on {torch.cuda.get_device_name()}: what a step costs\n")
-        say(f"`python -m benchmarks.gpu --rounds {options.rounds} --steps {options.steps} --layers {options.layers}`  ")
-        say(f"torch {torch.__version__}, Triton {triton.__version__}, bitcheck {bitcheck.__version__}; "
-            f"{count / 1e6:.0f} M parameters, bfloat16, fused AdamW\n")  # fmt: skip
         bandwidth = copy_bandwidth()
-        say(f"Device copy in this run: {bandwidth / 1e12:.2f} TB/s (read and written).\n")
+        lines = [
+            f"# Recording on {torch.cuda.get_device_name()}: what a step costs\n",
+            f"`python -m benchmarks.gpu --rounds {options.rounds} --steps {options.steps} --layers {options.layers}`  ",
+            f"torch {torch.__version__}, Triton {triton.__version__}, bitcheck {bitcheck.__version__}; "
+            f"{count / 1e6:.0f} M parameters, bfloat16, fused AdamW; device copy {bandwidth / 1e12:.2f} TB/s",
+        ]
         recorded = {level: RecordedJob(job, level, Path(scratch)) for level in Level}
-        peers: dict[str, Callable[[], None]] = {
-            "DebugMode hash_tensor": lambda: debug_block(job, 1, 1, "hash_tensor"),
-            "DebugMode norm": lambda: debug_block(job, 1, 1, "norm"),
-            "copy to the host, md5": lambda: naive_block(job, 1, 1),
-        }
-        for micro_batches, levels in ((1, list(Level)), (8, [Level.STATE, Level.MODULE])):
-            steps = options.steps if micro_batches == 1 else max(2, options.steps // 2)
-            job.step(micro_batches)
-            seconds: dict[str, list[float]] = {}
-            memory: dict[str, int] = {}
-
-            def block(name: str, run: Callable[[], None], steps: int = steps, is_warm: bool = True) -> None:
-                torch.cuda.reset_peak_memory_stats()
-                took = timed(run) / steps
-                if is_warm:
-                    seconds.setdefault(name, []).append(took)
-                memory[name] = max(memory.get(name, 0), torch.cuda.max_memory_allocated())
-
-            for number in range(options.rounds + 1):
-                is_warm = number > 0
-
-                def bare(steps: int = steps, micro_batches: int = micro_batches) -> None:
-                    for _ in range(steps):
-                        job.step(micro_batches)
-
-                block("bare", bare, is_warm=is_warm)
-                for level in levels:
-                    own = 2 if level is Level.OP else steps
-                    block(str(level), lambda level=level, own=own: recorded[level].block(own, micro_batches), own, is_warm)
-            if micro_batches == 1:
-                for name, run in peers.items():
-                    block(name, run, 1)
-            base = statistics.median(seconds["bare"])
-            say(f"\n## {micro_batches * 8192:,} tokens a step\n")
-            say("| variant | step, ms | ratio to bare | events | GB hashed | floor: bytes / copy bandwidth | peak memory over bare, MiB |")
-            say("|---|---|---|---|---|---|---|")
-            for name, values in seconds.items():
-                paired = zip(values, seconds["bare"], strict=False)
-                ratio = statistics.median(value / bare_value for value, bare_value in paired)
-                row = f"| {name} | {statistics.median(values) * 1e3:.1f} | {ratio:.3f} |"
-                if name in {str(level) for level in levels}:
-                    events, num_bytes = recorded[Level(name)].bytes_a_step()
-                    floor = 1 + num_bytes / (bandwidth * base)
-                    row += f" {events:,} | {num_bytes / 1e9:.2f} | {floor:.3f} |"
-                else:
-                    row += " | | |"
-                say(f"{row} {(memory[name] - memory['bare']) / 2**20:.0f} |")
+        for micro_batches, steps in ((1, options.steps), (8, max(2, options.steps // 2))):
+            found = measure(job, recorded, options.rounds, steps, micro_batches)
+            lines += table(found, recorded, bandwidth)
+            print("\n".join(lines), flush=True)
         for one in recorded.values():
             one.recorder.attach()
             one.recorder.stop()

@@ -159,8 +159,10 @@ def main() -> None:
         seconds = measure(options.config, options.rounds, Path(scratch))
     memory = measure_memory(options.config, options.memory_steps) if options.memory_steps else {}
     print(f"`python -m benchmarks.overhead --config {options.config} --rounds {options.rounds}`")
-    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads of {os.cpu_count()} cores, "
-          f"torch {torch.__version__}, Python {platform.python_version()}, bitcheck {bitcheck.__version__}\n")  # fmt: skip
+    print(
+        f"{platform.machine()}, {torch.get_num_threads()} threads of {os.cpu_count()} cores, "
+        f"torch {torch.__version__}, Python {platform.python_version()}, bitcheck {bitcheck.__version__}\n"
+    )
     print("| variant | median step, ms | ratio to bare | quartiles of the ratio | peak memory over bare, MiB |")
     print("|---|---|---|---|---|")
     for name, values in seconds.items():

@@ -35,8 +35,8 @@ Function = Callable[..., Any]
 class Shape(NamedTuple):
     """Where a collective's arguments are."""
 
-    arguments: tuple[str, ...]
-    """Names of the positional arguments."""
+    arguments: str
+    """Names of the positional arguments, in order."""
     given: str
     """The argument that holds a rank's contribution."""
     received: str
@@ -48,36 +48,28 @@ class Shape(NamedTuple):
     is_pairwise: bool = False
 
 
-_TENSOR_OP = ("tensor", "op", "group", "async_op")
 SHAPES = {
-    "all_reduce": Shape(_TENSOR_OP, "tensor", "tensor"),
-    "all_reduce_coalesced": Shape(("tensors", "op", "group", "async_op"), "tensors", "tensors"),
-    "broadcast": Shape(("tensor", "src", "group", "async_op", "group_src"), "tensor", "tensor", "src", gives_alone=True),
-    "reduce": Shape(("tensor", "dst", "op", "group", "async_op", "group_dst"), "tensor", "tensor", "dst", gets_alone=True),
-    "all_gather": Shape(("tensor_list", "tensor", "group", "async_op"), "tensor", "tensor_list"),
-    "all_gather_into_tensor": Shape(
-        ("output_tensor", "input_tensor", "group", "async_op"), "input_tensor", "output_tensor"
-    ),
-    "gather": Shape(
-        ("tensor", "gather_list", "dst", "group", "async_op", "group_dst"), "tensor", "gather_list", "dst", gets_alone=True
-    ),
+    "all_reduce": Shape("tensor op group async_op", "tensor", "tensor"),
+    "all_reduce_coalesced": Shape("tensors op group async_op", "tensors", "tensors"),
+    "broadcast": Shape("tensor src group async_op group_src", "tensor", "tensor", "src", gives_alone=True),
+    "reduce": Shape("tensor dst op group async_op group_dst", "tensor", "tensor", "dst", gets_alone=True),
+    "all_gather": Shape("tensor_list tensor group async_op", "tensor", "tensor_list"),
+    "all_gather_into_tensor": Shape("output_tensor input_tensor group async_op", "input_tensor", "output_tensor"),
+    "gather": Shape("tensor gather_list dst group async_op group_dst", "tensor", "gather_list", "dst", gets_alone=True),
     "scatter": Shape(
-        ("tensor", "scatter_list", "src", "group", "async_op", "group_src"), "scatter_list", "tensor", "src",
-        gives_alone=True,
+        "tensor scatter_list src group async_op group_src", "scatter_list", "tensor", "src", gives_alone=True
     ),
-    "reduce_scatter": Shape(("output", "input_list", "op", "group", "async_op"), "input_list", "output"),
-    "reduce_scatter_tensor": Shape(("output", "input", "op", "group", "async_op"), "input", "output"),
+    "reduce_scatter": Shape("output input_list op group async_op", "input_list", "output"),
+    "reduce_scatter_tensor": Shape("output input op group async_op", "input", "output"),
     "all_to_all": Shape(
-        ("output_tensor_list", "input_tensor_list", "group", "async_op"), "input_tensor_list", "output_tensor_list"
+        "output_tensor_list input_tensor_list group async_op", "input_tensor_list", "output_tensor_list"
     ),
-    "all_to_all_single": Shape(
-        ("output", "input", "output_split_sizes", "input_split_sizes", "group", "async_op"), "input", "output"
-    ),
-    "send": Shape(("tensor", "dst", "group", "tag", "group_dst"), "tensor", "", "dst", is_pairwise=True),
-    "isend": Shape(("tensor", "dst", "group", "tag", "group_dst"), "tensor", "", "dst", is_pairwise=True),
-    "recv": Shape(("tensor", "src", "group", "tag", "group_src"), "", "tensor", "src", is_pairwise=True),
-    "irecv": Shape(("tensor", "src", "group", "tag", "group_src"), "", "tensor", "src", is_pairwise=True),
-}  # fmt: skip
+    "all_to_all_single": Shape("output input output_split_sizes input_split_sizes group async_op", "input", "output"),
+    "send": Shape("tensor dst group tag group_dst", "tensor", "", "dst", is_pairwise=True),
+    "isend": Shape("tensor dst group tag group_dst", "tensor", "", "dst", is_pairwise=True),
+    "recv": Shape("tensor src group tag group_src", "", "tensor", "src", is_pairwise=True),
+    "irecv": Shape("tensor src group tag group_src", "", "tensor", "src", is_pairwise=True),
+}
 """The collectives that are recorded."""
 OBJECT_COLLECTIVES = (
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
@@ -127,14 +119,15 @@ class CollectiveHooks:
             settle(own)
             return result
 
-        work.wait = observed_wait
+        work.wait = observed_wait  # type: ignore[method-assign, assignment]
         self._originals.append((work, "wait", wait, observed_wait))
 
     def _wrap(self, name: str, make: Callable[[Function], Function]) -> None:
-        original = getattr(dist.distributed_c10d, name, None)
-        if original is None:
+        if not hasattr(dist.distributed_c10d, name):
             return
+        original: Function = getattr(dist.distributed_c10d, name)
         wrapper = make(original)
+        module: Any
         for module in (dist.distributed_c10d, dist):
             if getattr(module, name, None) is original:
                 setattr(module, name, wrapper)
@@ -188,10 +181,14 @@ class CollectiveHooks:
         builder = recorder.current
         if not builder.is_kept:
             return None
-        values = {**dict(zip(shape.arguments, args, strict=False)), **kwargs}
+        values = {**dict(zip(shape.arguments.split(), args, strict=False)), **kwargs}
         process_group = values.get("group")
         own = dist.get_rank()
-        ranks = dist.get_process_group_ranks(process_group) if process_group is not None else list(range(dist.get_world_size()))
+        ranks = (
+            dist.get_process_group_ranks(process_group)
+            if process_group is not None
+            else list(range(dist.get_world_size()))
+        )
         if own not in ranks:
             return None
         peer = _peer(shape, values, ranks)
@@ -263,7 +260,7 @@ def _peer(shape: Shape, values: dict[str, Any], ranks: Sequence[int]) -> int:
         return -1
     within = values.get(f"group_{shape.root}")
     if within is not None:
-        return ranks[within]
+        return int(ranks[within])
     peer = values.get(shape.root)
     return int(peer) if peer is not None else (ranks[0] if not shape.is_pairwise else -1)
 

@@ -17,10 +17,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _dynamo: Any = torch._C._dynamo.eval_frame
 pause: Callable[[Any], Any] = _dynamo.set_eval_frame
 """`before = pause(None)` turns TorchDynamo off in this thread, `pause(before)` puts it back."""
+
 
 class _Local(threading.local):
     depth = 0
@@ -33,7 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def skip_frame(function: F) -> F:
     """Have TorchDynamo pass over the function's own frame, but look at those that it calls."""
-    code = function.__code__  # type: ignore[attr-defined]
+    code = function.__code__
     if hasattr(_dynamo, "set_code_exec_strategy"):
         action = _dynamo._FrameAction
         _dynamo.set_code_exec_strategy(code, _dynamo._FrameExecStrategy(action.SKIP, action.DEFAULT))
@@ -61,3 +63,21 @@ def paused(function: F) -> F:
 def is_quiet() -> bool:
     """Say whether a function of the recorder's own is running in this thread."""
     return _local.depth > 0
+
+
+class UnseenMode(TorchDispatchMode):
+    """A mode that looks at operations and changes none: torch.compile does what it does without it."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Let torch.compile do what it does without this mode."""
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Stay out of compilation; see what a compiled region dispatches when it runs."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False

@@ -35,13 +35,11 @@ from bitcheck.hooks.steps import Call, StepBuilder
 if TYPE_CHECKING:
     from bitcheck.hooks.recorder import Recorder
 
-VIEW_NODES = frozenset(
-    f"{name}Backward0"
-    for name in (
-        "View ReshapeAlias UnsafeView T Transpose Permute Expand AsStrided Slice Select Squeeze Unsqueeze Alias Unbind "
-        "Split SplitWithSizes Clone ToCopy Detach Chunk Narrow"
-    ).split()
+_VIEWS = (
+    "View ReshapeAlias UnsafeView T Transpose Permute Expand AsStrided Slice Select Squeeze Unsqueeze Alias Unbind "
+    "Split SplitWithSizes Clone ToCopy Detach Chunk Narrow"
 )
+VIEW_NODES = frozenset(f"{name}Backward0" for name in _VIEWS.split(" "))
 """Nodes that pass a gradient on without arithmetic: an answer names the node behind them."""
 
 MAX_NAMED_NODES = 4

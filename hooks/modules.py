@@ -116,7 +116,7 @@ class ModuleHooks:
         self._original = original
         self._wrapper = __call__
         skip_frame(__call__)
-        nn.Module.__call__ = __call__  # type: ignore[method-assign, assignment]
+        nn.Module.__call__ = __call__  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Put `torch.nn.Module.__call__` back, unless somebody wrapped it once more."""
@@ -316,6 +316,6 @@ class ModuleHooks:
 def _storage(tensor: torch.Tensor) -> int | None:
     """Return what identifies a tensor's storage, None for a tensor that has none of its own."""
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None

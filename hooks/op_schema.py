@@ -1,10 +1,10 @@
 """What an operator does to its arguments, read off its schema: writes, views, draws, fills nothing.
 
-    aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1)   writes self, reads both
-    aten::copy_(Tensor(a!) self, Tensor src, ...)                         writes self without reading it
-    aten::mm.out(..., *, Tensor(a!) out)                                  writes out without reading it
-    aten::view(Tensor(a) self, ...)                                       moves nothing
-    aten::empty_like(Tensor self, ...)                                    gives memory that nobody wrote
+aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1)   writes self, reads both
+aten::copy_(Tensor(a!) self, Tensor src, ...)                         writes self without reading it
+aten::mm.out(..., *, Tensor(a!) out)                                  writes out without reading it
+aten::view(Tensor(a) self, ...)                                       moves nothing
+aten::empty_like(Tensor self, ...)                                    gives memory that nobody wrote
 """
 
 from __future__ import annotations
@@ -15,11 +15,39 @@ from typing import Any, NamedTuple
 
 import torch
 
-EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted",
-                   "_empty_affine_quantized", "empty_quantized", "resize_", "set_"})  # fmt: skip
+EMPTY = frozenset(
+    [
+        "empty",
+        "empty_like",
+        "new_empty",
+        "empty_strided",
+        "new_empty_strided",
+        "empty_permuted",
+        "empty_quantized",
+        "_empty_affine_quantized",
+        "resize_",
+        "set_",
+    ]
+)
 """Operators whose output holds whatever the memory held: no value of theirs means anything."""
-OVERWRITING = frozenset({"fill_", "zero_", "copy_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_",
-                         "log_normal_", "cauchy_", "geometric_", "eye_", "_foreach_copy_", "_foreach_zero_"})  # fmt: skip
+OVERWRITING = frozenset(
+    [
+        "fill_",
+        "zero_",
+        "copy_",
+        "normal_",
+        "uniform_",
+        "bernoulli_",
+        "exponential_",
+        "random_",
+        "log_normal_",
+        "cauchy_",
+        "geometric_",
+        "eye_",
+        "_foreach_copy_",
+        "_foreach_zero_",
+    ]
+)
 """Operators that write their first argument without reading it."""
 PASSED_OVER = frozenset({"c10d", "_c10d_functional", "c10d_functional", "profiler", "prim", "prims", "debugprims"})
 """Namespaces whose operators are not recorded here: collectives are recorded where they complete."""
@@ -43,7 +71,7 @@ class OpFacts(NamedTuple):
     """All arguments' names, in order."""
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def facts_of(op: Any) -> OpFacts:
     """Return what is known of an operator overload; of a higher-order operator only its name."""
     schema = getattr(op, "_schema", None)

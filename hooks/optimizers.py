@@ -55,7 +55,7 @@ class OptimizerHooks:
             add(optimizer)
 
         self._original_init, self._wrapped_init = original, __init__
-        Optimizer.__init__ = __init__  # type: ignore[method-assign]
+        Optimizer.__init__ = __init__  # type: ignore[method-assign, assignment]
         scale = torch.amp.GradScaler.scale
         add_scaler = self._add_scaler
 
@@ -65,7 +65,7 @@ class OptimizerHooks:
             return scale(scaler, outputs)
 
         self._original_scale, self._wrapped_scale = scale, observed_scale
-        torch.amp.GradScaler.scale = observed_scale  # type: ignore[method-assign]
+        torch.amp.GradScaler.scale = observed_scale  # type: ignore[method-assign, assignment]
         if search:
             gc.collect()  # what is only waiting to be collected is not in use
             for candidate in gc.get_objects():

@@ -1,11 +1,11 @@
 """`bitcheck.record`: record a training program from inside it.
 
-    with bitcheck.record("runs/a", model=model, optimizer=optimizer) as rec:
-        rec.track("ema", lambda: ema.shadow)
-        for batch in data:
-            ...
-            optimizer.step()
-            rec.step()
+with bitcheck.record("runs/a", model=model, optimizer=optimizer) as rec:
+    rec.track("ema", lambda: ema.shadow)
+    for batch in data:
+        ...
+        optimizer.step()
+        rec.step()
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bitcheck.environment import fingerprint
-from bitcheck.errors import RecordingError, UsageError
+from bitcheck.errors import RecordingError, RunError, UsageError
 from bitcheck.events import Level
 from bitcheck.hooks.placement import this_placement
 from bitcheck.hooks.recorder import Recorder, Trackable, active_recorder
-from bitcheck.run import create_run, open_run, rank_path, update_run
+from bitcheck.run import create_run, open_run, rank_path, update_run, utc_now
 from bitcheck.settings import parse_leaves, parse_steps
 from bitcheck.store import RankWriter
 
@@ -66,7 +66,10 @@ class Recording:
         if not self._is_first_rank:
             return
         complete = not failed and self._recorder.trouble is None
-        status = {"status": "complete" if complete else "failed", "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        status = {
+            "status": "complete" if complete else "failed",
+            "ended": utc_now(),
+        }
         try:
             update_run(self.path, **status)
         except RecordingError as trouble:
@@ -171,7 +174,7 @@ def _wait_for_run(folder: Path) -> str:
         try:
             with open_run(folder, allow_missing_ranks=True) as run:
                 return run.run_id
-        except Exception as error:
+        except RunError as error:
             if time.monotonic() > deadline:
                 raise RecordingError(
                     f"{folder}: no run.json after {_PATIENCE_S:.0f} s; rank 0 makes it: {error}\n"

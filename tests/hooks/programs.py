@@ -306,7 +306,9 @@ def reentrant_checkpointing() -> Trained:
 
 def compiled(backend: str, how: str) -> Trained:
     torch._dynamo.reset()
-    model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16)), nn.Linear(16, 3))
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.Sequential(nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16)), nn.Linear(16, 3)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if how == "wrapped":
         trained = fit(torch.compile(model, backend=backend), optimizer)

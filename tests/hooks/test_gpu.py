@@ -159,7 +159,9 @@ def test_parameters_digested_on_the_device_equal_the_checkpoint_hashed_on_the_cp
         row = int((reader.table["kind"] == int(StepKind.STEP)).argmax())
         step = reader.load(row)
     recorded = {
-        site.path: step.digests[index].tobytes().hex() for index, site in enumerate(step.sites) if site.phase is Phase.PARAM
+        site.path: step.digests[index].tobytes().hex()
+        for index, site in enumerate(step.sites)
+        if site.phase is Phase.PARAM
     }
     hashed = {entry.name: entry.digest.hex() for entry in hash_file(tmp_path / "model.pt").tensors}
     assert recorded == hashed
