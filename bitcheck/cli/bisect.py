@@ -68,7 +68,6 @@ def command() -> None:
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- CMD [ARGS]...]")
 def kernels(
     command: tuple[str, ...],
-    /,
     path: Path | None,
     reference: bool,
     config: str,
@@ -190,7 +189,6 @@ def _reference_command(config: str, steps: int) -> tuple[str, ...]:
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD [ARGS]...")
 def commits(
     command: tuple[str, ...],
-    /,
     good: str,
     bad: str,
     build: str | None,

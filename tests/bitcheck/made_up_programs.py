@@ -115,7 +115,8 @@ def write_run(trial: Trial, behaviour: Behaviour, watch: Watch = lambda: False) 
     for writer in writers.values():
         writer.close("failed" if was_stopped or behaviour.status == "failed" else "complete")
     status = "killed" if was_stopped else "failed" if behaviour.exit_status else "complete"
-    update_run(trial.folder, status=status, notes=list(behaviour.notes))
+    exit_status = 143 if was_stopped else behaviour.exit_status
+    update_run(trial.folder, status=status, exit_status=exit_status, notes=list(behaviour.notes))
     return was_stopped, count
 
 
