@@ -17,22 +17,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from bitcheck.events import Group, Phase, Site
+from bitcheck.clocks import logical_clocks
+from bitcheck.events import Phase, Site
 from bitcheck.pairing import StepPair
-
-CALLS = (Phase.FORWARD, Phase.RECOMPUTE)
-OPTIMIZED = (Phase.PARAM, Phase.OPTIM)
-LOCAL_GRADIENT_SLOTS = frozenset(
-    (
-        "grad",
-        *(
-            f"grad.{part}"
-            for part in ("indices", "values", "crow_indices", "col_indices", "ccol_indices", "row_indices")
-        ),
-    )
+from bitcheck.roles import (
+    CALLS,
+    has_local_gradients,
+    is_argument,
+    is_generator,
+    is_local_gradient,
+    is_operation,
+    is_result,
+    owner_of,
 )
-"""A parameter's gradient within phase `backward`, the parts of a sparse one included. (`grad.head.out` is the
-gradient of the output of `head`, as code in the module around it computed it.)"""
+
+OPTIMIZED = (Phase.PARAM, Phase.OPTIM)
 _DRAWING = re.compile(
     r"drop|bernoulli|rand|normal|uniform|exponential|poisson|geometric|cauchy|multinomial|binomial|rrelu"
 )
@@ -77,42 +76,6 @@ class Attribution:
     """Origins, earliest first."""
     propagated: int = 0
     """Events that differ and are no origin."""
-
-
-def is_local_gradient(site: Site) -> bool:
-    """Whether it is a parameter's gradient as it leaves autograd, before any reduction."""
-    return site.phase is Phase.BACKWARD and site.slot in LOCAL_GRADIENT_SLOTS
-
-
-def has_local_gradients(pair: StepPair) -> bool:
-    """Whether both runs recorded gradients as they leave autograd; level `state` does not."""
-    return all(any(map(is_local_gradient, step.sites)) for step in (pair.baseline, pair.candidate))
-
-
-def is_argument(site: Site) -> bool:
-    """Whether it is an argument of a call, or a contribution to a collective."""
-    return site.slot == "in" or site.slot.startswith("in.")
-
-
-def is_operation(group: Group | None) -> bool:
-    """Whether a computation is one dispatched operation: all that it depends on is among its edges."""
-    return group is not None and group.kind == "op"
-
-
-def is_generator(site: Site) -> bool:
-    """Whether it is a generator's state at the start of a step, not what one operation found it in."""
-    return site.phase is Phase.RNG and site.slot == "state"
-
-
-def is_result(site: Site, group: Group | None) -> bool:
-    """Whether an operation wrote it, rather than read it."""
-    slot = site.slot.removeprefix(group.op.partition(" in ")[0] + ".") if group is not None else site.slot
-    return slot == "out" or slot.startswith("out.") or slot.endswith(".written")
-
-
-def owner_of(path: str) -> str:
-    """Return the path of the module that owns a parameter or a buffer."""
-    return path.rpartition(".")[0]
 
 
 def attribute_step(pairs: Mapping[int, StepPair]) -> Attribution:
@@ -331,7 +294,7 @@ class _StepGraph:
         if not origins:
             # Orders that disagree between the runs can close a circle of edges: the first event stands for it.
             origins = [Place(rank, positions[0]) for rank, positions in self.parted.items() if positions][:1]
-        clocks = self._clocks({place.rank for place in origins})
+        clocks = logical_clocks({place.rank: self.pairs[place.rank] for place in origins})
         order = {place: (clocks[place.rank][place.position], place.rank) for place in origins}
         computations: dict[tuple[object, ...], list[Place]] = {}
         for place in sorted(origins, key=order.__getitem__):
@@ -414,54 +377,6 @@ class _StepGraph:
                 kept.append(blame)
         return kept
 
-    def _clocks(self, ranks: set[int]) -> dict[int, list[int]]:
-        """Logical time of every event on these ranks: later than all that happened before it anywhere.
-
-        Time runs with the position on a rank; a collective's outputs are later than the inputs of
-        all its members.
-        """
-        clocks = {rank: list(range(len(self.pairs[rank]))) for rank in ranks}
-        if len(ranks) < 2:
-            return clocks
-        collectives: dict[int, list[tuple[tuple[str, str, int], int]]] = {rank: [] for rank in ranks}
-        members: dict[tuple[str, str, int], set[int]] = {}
-        for rank in ranks:
-            pair = self.pairs[rank]
-            for position in range(len(pair)):
-                site = pair.site(position)
-                if site.phase is Phase.COMM and not is_argument(site):
-                    key = (site.root, site.path, site.occurrence)
-                    collectives[rank].append((key, position))
-                    members.setdefault(key, set()).add(rank)
-        reached = dict.fromkeys(ranks, 0)
-        shift = dict.fromkeys(ranks, 0)
-        waiting: dict[tuple[str, str, int], dict[int, int]] = {}
-
-        def advance(rank: int, position: int) -> None:
-            for index in range(reached[rank], position):
-                clocks[rank][index] += shift[rank]
-            reached[rank] = position
-
-        queues = {rank: iter(queue) for rank, queue in collectives.items()}
-        ready = sorted(ranks)
-        while ready:
-            rank = ready.pop()
-            entry = next(queues[rank], None)
-            if entry is None:
-                continue
-            key, position = entry
-            advance(rank, position)
-            present = waiting.setdefault(key, {})
-            present[rank] = position
-            if set(present) == members[key]:
-                time = max(position + shift[member] for member, position in present.items())
-                for member, position in present.items():
-                    shift[member] = time - position
-                ready.extend(present)
-        for rank in ranks:
-            advance(rank, len(clocks[rank]))
-        return clocks
-
     def _settle_structure(self, blames: list[Blame]) -> list[Blame]:
         """Decide between a site that one run lacks and values that differ: the earlier one wins.
 
@@ -493,8 +408,3 @@ def _is_within(root: str, path: str, region_root: str, region_path: str) -> bool
     if root != region_root:
         return False
     return not region_path or path == region_path or path.startswith(region_path + ".")
-
-
-def group_of(pair: StepPair, blame: Blame) -> Group | None:
-    """Return the computation that a blame accuses."""
-    return pair.group(blame.shown.position)

@@ -25,9 +25,13 @@ from dataclasses import replace
 import numpy as np
 
 from bitcheck.answer import Cause, Origin
-from bitcheck.attribution import (
+from bitcheck.attribution import Blame
+from bitcheck.digest import differing_elements
+from bitcheck.events import Group, Phase, Site
+from bitcheck.naming import Naming
+from bitcheck.pairing import Standing, StepPair
+from bitcheck.roles import (
     CALLS,
-    Blame,
     has_local_gradients,
     is_argument,
     is_local_gradient,
@@ -35,10 +39,6 @@ from bitcheck.attribution import (
     is_result,
     owner_of,
 )
-from bitcheck.digest import differing_elements
-from bitcheck.events import Group, Phase, Site
-from bitcheck.naming import Naming
-from bitcheck.pairing import Standing, StepPair
 from bitcheck.views import StepView
 
 _CAUSE_OF_PHASE = {

@@ -20,7 +20,8 @@ import numpy as np
 from bitcheck.align import FINISHED, Alignment, align_runs
 from bitcheck.answer import Aligned, Answer, Cause, Compared, EnvironmentDifference, RunFacts, Verdict
 from bitcheck.events import StepKind
-from bitcheck.explain import Findings, explain, recommend
+from bitcheck.explain import explain, recommend
+from bitcheck.findings import Findings
 from bitcheck.naming import Naming
 from bitcheck.origins import OriginSearch
 from bitcheck.recompute import inconsistent_recomputes

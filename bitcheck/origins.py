@@ -12,13 +12,14 @@ from __future__ import annotations
 import numpy as np
 
 from bitcheck.answer import Cause, Origin
-from bitcheck.attribution import attribute_step, is_generator, is_operation
+from bitcheck.attribution import attribute_step
 from bitcheck.causes import describe_snapshot_difference, describe_step_origins
 from bitcheck.events import PHASES, STATE_PHASES, Level, Phase, Site, StepKind
-from bitcheck.explain import Findings
+from bitcheck.findings import Findings
 from bitcheck.generators import GeneratorReadings
 from bitcheck.naming import Naming
 from bitcheck.pairing import StepPair
+from bitcheck.roles import is_generator, is_operation
 from bitcheck.tables import COLUMN, MAX_OPEN_RANKS, STATE_COLUMNS, StepKey, Tables
 
 LATE_PHASES = (Phase.PARAM, Phase.BUFFER, Phase.EXTRA)
