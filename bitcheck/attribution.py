@@ -316,8 +316,12 @@ class _StepGraph:
         if site.phase is Phase.BATCH:
             return (Phase.BATCH, place.rank)
         key = pair.group_key(place.position)
-        if key is not None and is_operation(pair.group(place.position)):
-            return ("group", place.rank, *key)
+        group = pair.group(place.position)
+        if key is not None and is_operation(group):
+            if is_result(site, group):
+                return ("group", place.rank, *key)
+            # Arguments that code in a module chose otherwise (another order of slices) are one fault of that code.
+            return ("arguments", place.rank, site.phase, site.root, site.path, site.is_eval)
         if site.phase in (Phase.GRAD, Phase.SCALAR):
             return (site.phase,)
         if key is not None:

@@ -32,6 +32,7 @@ from bitcheck.naming import Naming
 from bitcheck.pairing import Standing, StepPair
 from bitcheck.roles import (
     CALLS,
+    PROGRAM,
     has_local_gradients,
     is_argument,
     is_local_gradient,
@@ -54,8 +55,6 @@ _CAUSE_OF_PHASE = {
     Phase.SCALAR: Cause.HYPERPARAMETER,
     Phase.EXTRA: Cause.COMPUTE,
 }
-PROGRAM = "program"
-"""The path of operations that run outside all modules."""
 READ_DIFFERENT = (
     "Every recorded operation that wrote this argument gave equal bits: either part of its memory was never written "
     "(torch.empty), or something that is not dispatched changed it (a kernel of one's own, numpy)."

@@ -177,6 +177,11 @@ class _Comparison:
                     f"The generator {generator} is drawn from and its state differs{where} from step {step} on, while "
                     "every tensor agrees: what it gave went into nothing that was recorded. Seed it all the same."
                 )
+        if search.num_set_up:
+            notes.append(
+                f"{search.num_set_up:,} events of operations outside modules are in one run alone in the first step "
+                "after the restart: there a resumed run sets itself up. They were not compared."
+            )
         for name, roots in search.uncalled.items():
             other = "candidate" if name == "baseline" else "baseline"
             notes.extend(

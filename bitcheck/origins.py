@@ -14,12 +14,12 @@ import numpy as np
 from bitcheck.answer import Cause, Origin
 from bitcheck.attribution import attribute_step
 from bitcheck.causes import describe_snapshot_difference, describe_step_origins
-from bitcheck.events import PHASES, STATE_PHASES, Level, Phase, Site, StepKind
+from bitcheck.events import PHASES, STATE_PHASES, Group, Level, Phase, Site, StepKind
 from bitcheck.findings import Findings
 from bitcheck.generators import GeneratorReadings
 from bitcheck.naming import Naming
 from bitcheck.pairing import StepPair
-from bitcheck.roles import is_generator, is_operation
+from bitcheck.roles import PROGRAM, is_generator, is_operation
 from bitcheck.tables import COLUMN, MAX_OPEN_RANKS, STATE_COLUMNS, StepKey, Tables
 
 LATE_PHASES = (Phase.PARAM, Phase.BUFFER, Phase.EXTRA)
@@ -35,6 +35,11 @@ _IS_ORDERED = np.array([phase not in (Phase.RNG, Phase.COMM) for phase in PHASES
 _ORDER = np.arange(len(PHASES))
 
 
+def _is_outside_modules(group: Group | None) -> bool:
+    """Whether it is an operation that no module, backward pass or optimizer ran."""
+    return is_operation(group) and group is not None and group.path == PROGRAM
+
+
 class OriginSearch:
     """Looks into the events of the steps whose roots differ."""
 
@@ -43,6 +48,8 @@ class OriginSearch:
         self.naming = naming
         self.uncalled: dict[str, set[str]] = {"baseline": set(), "candidate": set()}
         """Roots of state that the other run alone recorded at some steps."""
+        self.num_set_up = 0
+        """Events of operations in which a resumed run set itself up, and which the other run therefore lacks."""
         self._pairs = tables.differing
         self._equal_states: set[tuple[int, StepKey]] = set()
         """Ends of steps whose roots differ by nothing that counts."""
@@ -137,6 +144,12 @@ class OriginSearch:
         index = self.tables.index(rank, key)
         rows = self._pairs[rank].rows
         is_initial = int(rows.kinds[index]) == int(StepKind.INITIAL)
+        previous = self._previous(rank, key)
+        is_restart = (
+            previous is not None
+            and int(rows.kinds[previous]) == int(StepKind.INITIAL)
+            and bool(self._resumed(rank, previous))
+        )
         roots = [
             {site.root for site in step.sites if site.phase in LATE_PHASES} for step in (pair.baseline, pair.candidate)
         ]
@@ -148,6 +161,9 @@ class OriginSearch:
             if site.phase not in self.tables.phases:
                 return True
             missing = pair.is_missing(position)
+            if missing and is_restart and _is_outside_modules(pair.group(position)):
+                self.num_set_up += 1
+                return True
             if missing and self.tables.levels_differ:
                 return True
             if missing and site.phase in LATE_PHASES:

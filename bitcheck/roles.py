@@ -9,6 +9,8 @@ from bitcheck.events import Group, Phase, Site
 from bitcheck.pairing import StepPair
 
 CALLS = (Phase.FORWARD, Phase.RECOMPUTE)
+PROGRAM = "program"
+"""The path of operations that run outside all modules."""
 LOCAL_GRADIENT_SLOTS = frozenset(
     (
         "grad",

@@ -306,6 +306,17 @@ def test_a_generator_that_an_operation_draws_from_explains_no_other_operation() 
     ]
 
 
+def test_arguments_that_code_in_a_module_chose_otherwise_are_one_origin() -> None:
+    step = Step().add("forward/mix:in.0")
+    for number in range(3):
+        op = operation(step, "mix", f"aten.mm.{number}")
+        step.add(f"forward/mix:aten.mm.{number}.self", "other", inputs=("forward/mix:in.0",), group=op)
+        step.add(f"forward/mix:aten.mm.{number}.out", "other", inputs=(f"forward/mix:aten.mm.{number}.self",), group=op)
+    attribution, _ = attribute(step)
+    assert blamed(step) == ["forward/mix:aten.mm.0.self"]
+    assert len(attribution.blames[0].members) == 3
+
+
 def test_clipping_that_reads_reduced_gradients_inherits_from_the_rank_at_fault() -> None:
     ranks = []
     for rank in range(2):

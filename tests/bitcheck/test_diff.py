@@ -300,6 +300,19 @@ def test_programs_without_a_site_in_common_are_incomparable() -> None:
     assert diff_runs(make_run(), MemoryRun({0: steps})).verdict == "incomparable"
 
 
+@pytest.mark.parametrize(("at", "verdict"), [(3, "identical"), (4, "diverged")])
+def test_what_a_resumed_run_does_to_set_itself_up_is_no_divergence(at: int, verdict: str) -> None:
+    resumed = make_run(level=Level.OP, start_step=3, num_steps=3, explicit_start=True)
+    record = resumed.steps[0][at - 2]
+    assert record.step == at
+    record.groups.append(Group("op", "", "program", "aten.normal_.default"))
+    site = Site(Phase.FORWARD, "", "program", "aten.normal_.default.self.written")
+    record.events.append(Event(site, "float32", (4,), 16, digest_of("init"), group=len(record.groups) - 1))
+    answer = diff_runs(make_run(level=Level.OP, num_steps=6), resumed)
+    assert answer.verdict == verdict
+    assert any("sets itself up" in note for note in answer.notes) == (verdict == "identical")
+
+
 # ---------------------------------------------------------------- structure
 
 
