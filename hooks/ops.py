@@ -18,21 +18,22 @@ under autograd, so it sees backward and the optimizer as well; it changes no ope
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitcheck.events import Phase, Site
 from bitcheck.hooks.capture import Capture
-from bitcheck.hooks.dynamo import is_quiet, paused, skip_frame
+from bitcheck.hooks.dynamo import UnseenMode, is_quiet, paused, skip_frame
+from bitcheck.hooks.launches import LaunchHooks
 from bitcheck.hooks.lines import Lines
 from bitcheck.hooks.modules import in_backward, named_tensors
 from bitcheck.hooks.op_schema import OpFacts, facts_of, named_arguments
 from bitcheck.hooks.steps import StepBuilder
+from bitcheck.hooks.threads import ThreadWatch
 
 if TYPE_CHECKING:
     from bitcheck.hooks.recorder import Recorder
@@ -72,19 +73,21 @@ class Opened(NamedTuple):
 class _Memory:
     """Who last wrote a storage."""
 
-    __slots__ = ("builder", "events", "reference")
+    __slots__ = ("builder", "events", "is_fresh", "reference")
 
-    def __init__(self, reference: StorageWeakRef) -> None:
+    def __init__(self, reference: StorageWeakRef, is_fresh: bool = False) -> None:
         self.reference = reference
+        self.is_fresh = is_fresh
+        """Handed out and not yet written."""
         self.builder: StepBuilder | None = None
         self.events: list[int] = []
 
 
-class OpHooks(TorchDispatchMode):
+class OpHooks(UnseenMode):
     """Records the operations of one recorder's process."""
 
     def __init__(self, recorder: Recorder, capture: Mapping[str, Any] | None = None, with_lines: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._capture = Capture(capture) if capture is not None else None
         self._lines = Lines() if with_lines else None
@@ -92,31 +95,27 @@ class OpHooks(TorchDispatchMode):
         self._state: set[int] = set()
         self._state_of: StepBuilder | None = None
         self._is_entered = False
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Let torch.compile do what it does without this mode."""
-        return True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Stay out of compilation; see what a compiled region dispatches when it runs."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
+        self._launches = LaunchHooks(self.launch)
+        self._threads = ThreadWatch(self._note_unobserved)
 
     def install(self) -> None:
         """Look at every operation of this thread, and of the backward passes it starts."""
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
         self._is_entered = True
+        self._launches.look()
+        self._threads.install()
 
     def remove(self) -> None:
         """Stop looking."""
         if self._is_entered:
             self._is_entered = False
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._launches.remove()
+        self._threads.remove()
+
+    def _note_unobserved(self, sentence: str) -> None:
+        if self._recorder.is_active:
+            self._recorder.current.miss(sentence)
 
     # --- one operation
 
@@ -126,16 +125,50 @@ class OpHooks(TorchDispatchMode):
         facts = facts_of(func)
         if not self._recorder.is_active or is_quiet():
             return func(*args, **kwargs)
+        self._launches.look()
         if not facts.is_recorded:
             result = func(*args, **kwargs)
             if facts.is_empty:
-                self._forget(result)
+                self._forget(result, is_fresh="empty" in facts.name)
             return result
         opened = self._begin(facts, args, kwargs)
         result = func(*args, **kwargs)
         if opened is not None:
             self._end(facts, opened, args, kwargs, result)
         return result
+
+    @skip_frame
+    def launch(
+        self, name: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], execute: Any
+    ) -> Any:
+        """Record the launch of a kernel; `execute(*args, **kwargs)` launches it."""
+        if not self._recorder.is_active:
+            return execute(*args, **kwargs)
+        given = {key: value for key, value in kwargs.items() if key in names}
+        facts = self._facts_of_launch(name, names, args, given)
+        opened = self._begin(facts, args, given)
+        result = execute(*args, **kwargs)
+        if opened is not None:
+            self._end(facts, opened, args, given, None)
+        return result
+
+    def _facts_of_launch(
+        self, name: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> OpFacts:
+        """What is known of a kernel: it may write whatever it has a pointer to, and reads what was written before."""
+        facts = OpFacts(f"triton.{name}", True, False, False, (), frozenset(), tuple(names))
+        pointers = [
+            (argument, value)
+            for argument, value in named_arguments(facts, args, kwargs)
+            if isinstance(value, torch.Tensor)
+        ]
+        unread = frozenset(argument for argument, value in pointers if self._is_fresh(value))
+        return facts._replace(written=tuple(argument for argument, _ in pointers), unread=unread)
+
+    def _is_fresh(self, tensor: torch.Tensor) -> bool:
+        storage = _storage(tensor)
+        memory = self._memory.get(storage) if storage is not None else None
+        return memory is not None and memory.is_fresh and not memory.reference.expired()
 
     def _locate(self) -> Location:
         recorder = self._recorder
@@ -267,6 +300,7 @@ class OpHooks(TorchDispatchMode):
         memory = self._memory.get(storage)
         if memory is None or memory.reference.expired():
             memory = self._memory[storage] = _Memory(StorageWeakRef(tensor.untyped_storage()))
+        memory.is_fresh = False
         covers = is_new or tensor.nbytes >= tensor.untyped_storage().nbytes()
         if memory.builder is not builder or covers:
             memory.builder = builder
@@ -275,12 +309,12 @@ class OpHooks(TorchDispatchMode):
             memory.events = [*memory.events[-_MAX_WRITERS:], *events]
 
     @paused
-    def _forget(self, result: Any) -> None:
-        """Memory that was just handed out holds nothing yet."""
+    def _forget(self, result: Any, is_fresh: bool) -> None:
+        """Memory that was just handed out holds nothing yet; what `set_` shows may hold anything."""
         for _, tensor in named_tensors(result, "out"):
             storage = _storage(tensor)
             if storage is not None and _has_bytes(tensor):
-                self._memory[storage] = _Memory(StorageWeakRef(tensor.untyped_storage()))
+                self._memory[storage] = _Memory(StorageWeakRef(tensor.untyped_storage()), is_fresh)
 
     def _is_state(self, builder: StepBuilder, tensor: torch.Tensor) -> bool:
         if self._state_of is not builder:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -164,15 +164,32 @@ class ScanHooks(OpHooks):
         facts = facts_of(func)
         if not self._recorder.is_active or is_quiet():
             return func(*args, **kwargs)
+        self._launches.look()
         if not facts.is_recorded:
             result = func(*args, **kwargs)
-            if facts.is_empty and self._poison:
+            if self._poison and _is_allocation(facts):
                 self._note_fresh(result)
             return result
         trial = self._prepare(func, facts, args, kwargs)
         result = func(*args, **kwargs)
         if trial is not None:
             self._try_again(trial, result)
+        return result
+
+    @skip_frame
+    def launch(
+        self, name: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], execute: Any
+    ) -> Any:
+        """Launch a kernel twice, the second time on copies of what its pointers point at."""
+        if not self._recorder.is_active:
+            return execute(*args, **kwargs)
+        given = {key: value for key, value in kwargs.items() if key in names}
+        facts = self._facts_of_launch(name, names, args, given)._replace(unread=frozenset())
+        rest = {key: value for key, value in kwargs.items() if key not in names}
+        trial = self._prepare(lambda *own, **named: execute(*own, **named, **rest), facts, args, given)
+        result = execute(*args, **kwargs)
+        if trial is not None:
+            self._try_again(trial, None)
         return result
 
     # --- one operation
@@ -394,7 +411,7 @@ class _Filling(TorchDispatchMode):
             with self:  # straight to its kernel, below this mode, which sees what the kernel calls
                 return func.redispatch(torch._C.DispatchKeySet(self._key), *args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        if facts_of(func).is_empty:
+        if _is_allocation(facts_of(func)):
             for _, tensor in named_tensors(result, "out"):
                 if tensor.dtype.is_floating_point and tensor.numel():
                     _bytes_of(tensor.untyped_storage()).fill_(self._pattern)
@@ -427,6 +444,11 @@ def _generators(facts: OpFacts, args: Any, kwargs: Any) -> Iterator[torch.Genera
         {value.device.index or 0 for value in values if isinstance(value, torch.Tensor) and value.is_cuda}
     ):
         yield torch.cuda.default_generators[index]
+
+
+def _is_allocation(facts: OpFacts) -> bool:
+    """Whether the operator hands out memory, rather than a tensor over memory that is there (`set_`, `resize_`)."""
+    return facts.is_empty and "empty" in facts.name
 
 
 def _is_number(value: Any) -> bool:
