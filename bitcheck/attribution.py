@@ -175,6 +175,16 @@ class _StepGraph:
         return regions
 
     @cached_property
+    def _unlike_calls(self) -> dict[int, set[tuple[str, str]]]:
+        """rank -> (root, path) of modules whose forward or recompute differs in anything."""
+        return {
+            rank: {
+                site[1:3] for site in map(self.pairs[rank].site, positions) if site.phase in CALLS and not site.is_eval
+            }
+            for rank, positions in self.parted.items()
+        }
+
+    @cached_property
     def _calls(self) -> dict[int, dict[tuple[str, str], list[int]]]:
         """rank -> (root, path) of a module -> its arguments and outputs in this step."""
         calls: dict[int, dict[tuple[str, str], list[int]]] = {}
@@ -206,12 +216,16 @@ class _StepGraph:
         """All that an operation depends on is among its edges, but for what goes on below the dispatcher.
 
         The gradients that an operation reads after the backward pass may have come through a
-        reduction over ranks that is not dispatched.
+        reduction over ranks that is not dispatched, and what one reads in the backward pass of a
+        module was kept by its forward, in an order that code chose.
         """
         if site.phase is Phase.BATCH:
             return self._batch(place, site, inputs)
-        if site.phase is Phase.GRAD and not is_result(site, self.pairs[place.rank].group(place.position)):
+        is_read = not is_result(site, self.pairs[place.rank].group(place.position))
+        if is_read and site.phase is Phase.GRAD:
             return self._grad(place, site, inputs)
+        if is_read and site.phase is Phase.BACKWARD and site[1:3] in self._unlike_calls[place.rank]:
+            return True
         return self._observed(place, site, inputs)
 
     def _observed(self, place: Place, site: Site, inputs: list[int]) -> bool:

@@ -317,6 +317,17 @@ def test_arguments_that_code_in_a_module_chose_otherwise_are_one_origin() -> Non
     assert len(attribution.blames[0].members) == 3
 
 
+@pytest.mark.parametrize(("slot", "is_inherited"), [("self", True), ("out", False)])
+def test_what_a_backward_operation_reads_inherits_from_the_forward_of_its_module(slot: str, is_inherited: bool) -> None:
+    step = Step().add("forward/mix:in.0").add("backward/mix:grad_out")
+    forward = operation(step, "mix", "aten.mm.default")
+    step.add("forward/mix:aten.mm.default.self", "other", inputs=("forward/mix:in.0",), group=forward)
+    backward = operation(step, "mix", "aten.mul.Tensor in MmBackward0")
+    site = f"backward/mix:aten.mul.Tensor.{slot}"
+    step.add(site, "other", inputs=("backward/mix:grad_out",), group=backward)
+    assert blamed(step) == ["forward/mix:aten.mm.default.self", *([] if is_inherited else [site])]
+
+
 def test_clipping_that_reads_reduced_gradients_inherits_from_the_rank_at_fault() -> None:
     ranks = []
     for rank in range(2):
