@@ -64,6 +64,8 @@ class Settings:
     """For `scan`: {"folder": where each rank's findings go, "poison": bool}; None does not scan."""
     final_folder: str = ""
     """Absolute path of where `selfcheck` collects steps and states."""
+    step_times: str = ""
+    """For `tax`: absolute path of the folder in which each rank leaves how long its steps took; "" takes no time."""
 
     def to_json(self) -> str:
         """Return the text for the environment variable."""
@@ -82,6 +84,7 @@ def read_settings(content: Mapping[str, Any]) -> Settings:
         final=content["final"],
         scan=content.get("scan"),
         final_folder=content["final_folder"],
+        step_times=content["step_times"],
     )
 
 

@@ -57,6 +57,10 @@ def attach(content: Mapping[str, Any]) -> None:
         from bitcheck.hooks.scan import begin_scan
 
         begin_scan(settings)
+    if settings.step_times:
+        from bitcheck.hooks.step_times import watch_step_times
+
+        watch_step_times(settings)
     if settings.final is not None:
         from bitcheck.hooks.final import watch_final_state
 
