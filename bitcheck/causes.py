@@ -56,8 +56,9 @@ _CAUSE_OF_PHASE = {
     Phase.EXTRA: Cause.COMPUTE,
 }
 READ_DIFFERENT = (
-    "Every recorded operation that wrote this argument gave equal bits: either part of its memory was never written "
-    "(torch.empty), or something that is not dispatched changed it (a kernel of one's own, numpy)."
+    "Every recorded operation that wrote this argument gave equal bits: the code passed other tensors, or in another "
+    "order, or part of the memory was never written (torch.empty), or something that is not dispatched changed it (a "
+    "kernel of one's own, numpy)."
 )
 _COMPUTED = (Cause.FORWARD, Cause.BACKWARD, Cause.OPTIMIZER, Cause.COLLECTIVE)
 """Causes that rest on the state before the step being equal."""

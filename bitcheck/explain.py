@@ -226,7 +226,8 @@ def _computation(first: Origin, where: str, findings: Findings) -> list[str]:
     op = f" ({first.op})" if first.op and first.op != first.module else ""
     equal = "inputs" if findings.gap is None else "recorded inputs"
     if first.remarks:
-        return [f"{who}{op} read other bits in the {pass_name} of {where}: {_tensor(first)}.", *_also(first)]
+        more = [f"The same goes for {_listed(list(first.also))}."] if first.also else []
+        return [f"{who}{op} read other bits in the {pass_name} of {where}: {_tensor(first)}.", *more]
     return [
         f"{who}{op} gave other bits from equal {equal} in the {pass_name} of {where}: {_tensor(first)}.",
         *_also(first),

@@ -180,6 +180,11 @@ FINER = {
 }
 
 
+READ_ADVICE = (
+    "The operation is not at fault, what it was given is: look in this module's code for an order that is drawn or "
+    "depends on a set or on time, for memory that is read before it is written (torch.empty), and for kernels that "
+    "PyTorch does not dispatch."
+)
 REBUILT_BUCKETS = (
     "Where DistributedDataParallel reduces: in both runs, either build it with find_unused_parameters=True, which "
     "never rebuilds the buckets, or do one forward and backward pass on it before the checkpoint is loaded, so that "
@@ -197,6 +202,8 @@ def find_remedy(cause: Cause, origins: list[Origin], level: Level, *, is_rebuild
         return REBUILT_BUCKETS
     if cause is Cause.RESTORE:
         return restore_advice(origins)
+    if first is not None and first.remarks:
+        return READ_ADVICE
     advice = next((remedy.advice for remedy in REMEDIES if remedy.fits(cause, first)), "")
     if cause is Cause.COMPUTE and not advice:
         advice = f"{DETERMINISTIC} and see whether it goes away."

@@ -54,6 +54,8 @@ def test_an_argument_that_no_recorded_operation_changed_is_remarked() -> None:
     wrote = origins_of(operation("forward/mix:aten.mean.dim.out", where="mix", op="aten.mean.dim"))[0]
     assert "torch.empty" in read.remarks[0]
     assert wrote.remarks == ()
+    assert "The operation is not at fault" in find_remedy(Cause.FORWARD, [read], Level.OP)
+    assert "The operation is not at fault" not in find_remedy(Cause.FORWARD, [wrote], Level.OP)
 
 
 @pytest.mark.parametrize(
