@@ -30,8 +30,10 @@ BLOCK_U = 16
 def attend(q_BHSC: Tensor, k_BHUC: Tensor, v_BHUV: Tensor) -> tuple[Tensor, Tensor]:
     """Return (o float32 [B, H, S, V], log-sum-exp float32 [B, H, S]) of float32 operands, S = U."""
     scores_BHSU = _scores(q_BHSC, k_BHUC)
-    lse_BHS = scores_BHSU.logsumexp(-1)
-    return (scores_BHSU - lse_BHS[..., None]).exp_() @ v_BHUV, lse_BHS
+    max_BHS1 = scores_BHSU.amax(-1, keepdim=True)
+    weights_BHSU = scores_BHSU.sub_(max_BHS1).exp_()
+    sum_BHS1 = weights_BHSU.sum(-1, keepdim=True)
+    return (weights_BHSU @ v_BHUV).div_(sum_BHS1), (max_BHS1 + sum_BHS1.log()).squeeze(-1)
 
 
 def attend_backward(
@@ -41,12 +43,12 @@ def attend_backward(
 
     Deterministic where `is_fixed`: key blocks are added to a query's gradient in ascending order.
     """
-    p_BHSU = (_scores(q_BHSC, k_BHUC) - lse_BHS[..., None]).exp_()
+    p_BHSU = _scores(q_BHSC, k_BHUC).sub_(lse_BHS[..., None]).exp_()
     dv_BHUV = p_BHSU.transpose(-1, -2) @ do_BHSV
     dp_BHSU = do_BHSV @ v_BHUV.transpose(-1, -2)
     # Equal to the row sum of do * o, which FlashAttention uses in order not to need p for it.
     delta_BHS1 = (dp_BHSU * p_BHSU).sum(-1, keepdim=True)
-    ds_BHSU = p_BHSU * (dp_BHSU - delta_BHS1) / math.sqrt(q_BHSC.shape[-1])
+    ds_BHSU = dp_BHSU.sub_(delta_BHS1).mul_(p_BHSU).mul_(1 / math.sqrt(q_BHSC.shape[-1]))
     dk_BHUC = ds_BHSU.transpose(-1, -2) @ q_BHSC
     blocks = zip(ds_BHSU.split(BLOCK_U, -1), k_BHUC.split(BLOCK_U, -2), strict=True)
     dq_BHSC = sum_parts([ds @ k for ds, k in blocks], is_fixed)
@@ -56,7 +58,7 @@ def attend_backward(
 def _scores(q_BHSC: Tensor, k_BHUC: Tensor) -> Tensor:
     position_S = torch.arange(q_BHSC.shape[-2], device=q_BHSC.device)
     future_SU = position_S[:, None] < position_S
-    scores_BHSU = q_BHSC @ k_BHUC.transpose(-1, -2) / math.sqrt(q_BHSC.shape[-1])
+    scores_BHSU = (q_BHSC @ k_BHUC.transpose(-1, -2)).mul_(1 / math.sqrt(q_BHSC.shape[-1]))
     return scores_BHSU.masked_fill_(future_SU, -math.inf)
 
 
