@@ -171,8 +171,8 @@ class CallMemory:
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the bytes of its storage that a tensor covers, from and up to."""
-    begin = tensor.storage_offset()
+    begin = int(tensor.storage_offset())
     if not tensor.numel():
         return begin * tensor.element_size(), begin * tensor.element_size()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    last = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return begin * tensor.element_size(), (begin + last + 1) * tensor.element_size()

@@ -68,6 +68,9 @@ def is_quiet() -> bool:
 class UnseenMode(TorchDispatchMode):
     """A mode that looks at operations and changes none: torch.compile does what it does without it."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     @classmethod
     def is_infra_mode(cls) -> bool:
         """Let torch.compile do what it does without this mode."""

@@ -78,7 +78,7 @@ class LaunchHooks:
             return launch(name, names, args, kwargs, execute)
 
         self._wrapped[place] = owner, original, run
-        setattr(owner, method, run)  # type: ignore[arg-type]
+        setattr(owner, method, run)
 
 
 def describe_kernel(kernel: Any) -> tuple[str | None, Sequence[str]]:

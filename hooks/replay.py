@@ -68,7 +68,8 @@ def set_switches(switches: dict[str, Any]) -> None:
     """Set PyTorch as it was in the training job."""
     torch.set_num_threads(switches["num_threads"])
     torch.use_deterministic_algorithms(switches["deterministic"], warn_only=switches["warn_only"])
-    torch.utils.deterministic.fill_uninitialized_memory = switches["fill_uninitialized_memory"]
+    deterministic: Any = torch.utils.deterministic
+    deterministic.fill_uninitialized_memory = switches["fill_uninitialized_memory"]
     torch.backends.cudnn.benchmark = switches["cudnn_benchmark"]
     torch.backends.cudnn.deterministic = switches["cudnn_deterministic"]
     torch.set_float32_matmul_precision(switches["matmul_precision"])

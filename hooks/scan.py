@@ -27,13 +27,12 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitcheck.errors import RecordingError
 from bitcheck.events import Level, Site, StepRecord, qualified_name
 from bitcheck.hooks.attach import call_at_end, is_worker, leave_word
 from bitcheck.hooks.capture import CallMemory
-from bitcheck.hooks.dynamo import is_quiet, paused, skip_frame
+from bitcheck.hooks.dynamo import UnseenMode, is_quiet, paused, skip_frame
 from bitcheck.hooks.lines import Lines
 from bitcheck.hooks.modules import named_tensors
 from bitcheck.hooks.op_schema import OpFacts, facts_of, named_arguments
@@ -399,7 +398,7 @@ class _Trial:
         return [*written, *given]
 
 
-class _Filling(TorchDispatchMode):
+class _Filling(UnseenMode):
     """Fills fresh memory inside a custom operator with a pattern."""
 
     def __init__(self, operator: Any, key: torch._C.DispatchKey, pattern: int) -> None:
