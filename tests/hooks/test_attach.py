@@ -103,7 +103,7 @@ def test_a_program_is_recorded_whole_and_says_nothing_more_than_bare(tmp_path: P
         assert steps_of(run) == ALL_STEPS
         assert (run.status, run.rank(0).status, run.world_size) == ("complete", "complete", 1)
         assert run.environment["torch.num_threads"] == "1"
-        assert "notes" not in run.info
+        assert run.info["notes"] == []
     assert_sound(tmp_path)
 
 
@@ -188,7 +188,7 @@ def test_data_loader_workers_record_nothing_whatever_they_run(tmp_path: Path, me
     assert (ended.returncode, ended.stderr) == (0, b"")
     with open_run(tmp_path / "run") as run:
         assert (steps_of(run), run.status) == (ALL_STEPS, "complete")
-        assert "notes" not in run.info
+        assert run.info["notes"] == []
     assert_sound(tmp_path)
 
 
