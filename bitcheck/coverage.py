@@ -38,6 +38,8 @@ class Demand:
     """Parts of sentences about what may go unobserved."""
     is_strict: bool = False
     """Whether a computation that went unobserved (a compiled module) counts as well as state."""
+    needs_gradients: bool = True
+    """Whether there must be gradients, and others in one step than in another."""
 
 
 def find_gaps(run: Run, name: str, demand: Demand, *, was_stopped: bool = False) -> list[str]:
@@ -54,7 +56,7 @@ def find_gaps(run: Run, name: str, demand: Demand, *, was_stopped: bool = False)
     if not was_stopped and run.status != "complete":
         return [*notes, f"{name}: its recording is {run.status}; expected a complete one."]
     gaps = notes + _find_missing_steps(run, name, demand)
-    if not gaps:
+    if not gaps and demand.needs_gradients:
         gaps += _find_still_gradients(run, name)
     return gaps + _find_unobserved(run, name, demand)
 

@@ -21,7 +21,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -188,69 +187,3 @@ def tax_variants(
             ratios = [mine / base for mine, base in zip(kept[name], kept[baseline], strict=True)]
             rows.append(TaxRow(name, 1000 * median(kept[name]), median_interval(ratios, confidence)))
     return Tax(baseline, 1000 * median(kept[baseline]), tuple(rows), steps, steps, warmup, clock, notes)
-
-
-def tax_recipes(
-    config: str,
-    *,
-    steps: int = 12,
-    warmup: int = 3,
-    each_switch: bool = True,
-    confidence: float = DEFAULT_CONFIDENCE,
-    tell: Callable[[int, int], None] = lambda done, total: None,
-) -> Tax:
-    """Measure the reference trainer's deterministic recipe over the fast one, and each switch alone.
-
-    A switch alone is the fast recipe with this one switch in its deterministic form: what it adds.
-    Raises UsageError for a configuration that there is not.
-    """
-    from bitcheck.reference_runs.configs import get_config
-    from bitcheck.reference_runs.data import read_text
-    from bitcheck.reference_runs.switches import TABLE, Switches
-
-    chosen, text = get_config(config), read_text(None)
-    recipes = {"fast": Switches.from_options("fast"), "deterministic": Switches.from_options("deterministic")}
-    if each_switch:
-        for switch in TABLE.values():
-            if switch.free:
-                form = switch.deterministic[0]
-                recipes[f"{switch.name}={form}"] = Switches.from_options("fast", [f"{switch.name}={form}"])
-    trainers = {name: _ReferenceStepper(chosen, text, switches, steps + warmup) for name, switches in recipes.items()}
-    try:
-        return tax_variants(
-            "fast",
-            dict(trainers),
-            steps=steps,
-            warmup=warmup,
-            confidence=confidence,
-            notes=(
-                "On a CPU the fast forms only simulate the free order of a GPU's atomics, at a cost of their own: what "
-                "the deterministic forms cost on a GPU has to be measured there.",
-            ),
-            tell=tell,
-        )
-    finally:
-        for trainer in trainers.values():
-            trainer.close()
-
-
-class _ReferenceStepper:
-    """One trainer of the reference model, under its own switches only while it steps."""
-
-    def __init__(self, config: Any, text: Any, switches: Any, num_steps: int) -> None:
-        from bitcheck.reference_runs.train import Options, Trainer, deterministic_algorithms
-
-        self._switched: Callable[[], AbstractContextManager[None]] = lambda: deterministic_algorithms(switches)
-        with self._switched():
-            self._trainer = Trainer(config, text, Options(steps=num_steps, switches=switches))
-
-    def __call__(self) -> float:
-        """Take one step and return its seconds; the average's thread is done before the next trainer's turn."""
-        with self._switched():
-            seconds = self._trainer.train_step().seconds
-        self._trainer.ema.wait()
-        return float(seconds)
-
-    def close(self) -> None:
-        """End the trainer's threads."""
-        self._trainer.ema.close()

@@ -43,7 +43,7 @@ def command(
       bitcheck tax --baseline 'python train.py' --candidate 'python train.py --deterministic'
     """
     from bitcheck.statistics import check_probability
-    from bitcheck.tax import tax_commands, tax_recipes
+    from bitcheck.tax import tax_commands
 
     check_probability("--confidence", confidence)
     if (baseline is None) != (candidate is None):
@@ -62,6 +62,7 @@ def command(
         )
     else:
         from bitcheck.cli.progress import show_progress
+        from bitcheck.reference_runs.side_by_side import tax_recipes
 
         with show_progress("training in turn") as progress:
             tax = tax_recipes(
