@@ -55,6 +55,8 @@ class Behaviour:
     is_frozen: bool = False
     """The same gradients in every step."""
     status: str = "complete"
+    module: str = "body"
+    """Name of the module whose forward it is."""
     says: str = "step 0  loss 5.01\n"
     writes: str | None = None
     """A file that it leaves."""
@@ -137,7 +139,7 @@ def make_step(behaviour: Behaviour, rank: int, step: int, number: int) -> StepRe
 
     events = [
         event(Phase.BATCH, "", "in.0"),
-        event(Phase.FORWARD, "body", "out", 0, (0,)),
+        event(Phase.FORWARD, behaviour.module, "out", 0, (0,)),
         event(Phase.LOSS, "", "value", -1, (1,)),
         event(Phase.BACKWARD, "body.weight", "grad", 1, (1, 2)),
     ]
@@ -146,7 +148,8 @@ def make_step(behaviour: Behaviour, rank: int, step: int, number: int) -> StepRe
     last = len(events) - 1
     events.append(event(Phase.PARAM, "body.weight", "value", 2, (last,)))
     events.append(event(Phase.OPTIM, "body.weight", "exp_avg", 2, (last,)))
-    return StepRecord(number, StepKind.STEP, events, list(GROUPS), dict(behaviour.unobserved))
+    groups = [Group("forward", "Model", behaviour.module, "Linear"), *GROUPS[1:]]
+    return StepRecord(number, StepKind.STEP, events, groups, dict(behaviour.unobserved))
 
 
 def make_snapshot(behaviour: Behaviour, number: int) -> StepRecord:
