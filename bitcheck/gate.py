@@ -217,7 +217,7 @@ class _Gate:
         """Return what run 1 wrote; a file that was there before is no checkpoint of run 1."""
         assert self.plan.checkpoint is not None
         pattern = self._fill(self.plan.checkpoint, {"out": str(self._out_folder("1"))})
-        found = [Path(name) for name in sorted(glob(pattern))]
+        found = sorted(map(Path, glob(pattern)), key=lambda path: (path.stat().st_mtime_ns, path.name))
         fresh = [path for path in found if path.stat().st_mtime >= self.first_started - 1]
         if not fresh:
             what = f"{found[0]} is older than run 1" if found else f"nothing matches {pattern}"
@@ -226,7 +226,7 @@ class _Gate:
                 f"No checkpoint of run 1: {what}. The resumed run has nothing to go on from.",
                 "Let the command write a checkpoint, into {out} for instance, and name it with --checkpoint.",
             )
-        return fresh[len(fresh) // 2]  # of several one in the middle: steps before it, and steps after it
+        return fresh[(len(fresh) - 1) // 2]  # of several one in the middle: with steps before it and after it
 
     def _run_varied(self, name: str) -> None:
         variation = plan_variation(name, self.first.environment)

@@ -364,6 +364,29 @@ def test_the_checkpoint_that_run_1_wrote_is_filled_into_the_command(tmp_path: Pa
     assert runner.trials[2].command[3] == str(checkpoint)
 
 
+@pytest.mark.parametrize(
+    ("names", "chosen"), [(("5", "10"), "5"), (("5", "10", "15"), "10"), (("9", "10", "11", "12"), "10")]
+)
+def test_of_several_checkpoints_one_in_the_middle_is_resumed(
+    tmp_path: Path, names: tuple[str, ...], chosen: str
+) -> None:
+    import os
+
+    class Saving(MadeUpPrograms):
+        def __call__(self, trial: Trial, watch: Any) -> Any:
+            ending = super().__call__(trial, watch)
+            for number, name in enumerate(names if len(self.trials) == 1 else ()):
+                path = tmp_path / f"step-{name}.pt"
+                path.write_text("weights")
+                os.utime(path, ns=(2 * 10**18 + number,) * 2)
+            return ending
+
+    runner = Saving(GOOD, GOOD, RESUMED)
+    plan = Plan(PROGRAM, tmp_path / "gate", resume_command="t {checkpoint}", checkpoint=str(tmp_path / "*.pt"))
+    assert judge(plan, runner=runner).verdict is GateVerdict.PASS
+    assert runner.trials[2].command == ("t", str(tmp_path / f"step-{chosen}.pt"))
+
+
 def test_a_checkpoint_that_was_there_before_run_1_is_none_of_it(tmp_path: Path) -> None:
     import os
 
@@ -384,9 +407,7 @@ def test_a_change_that_breaks_the_bits_is_named(tmp_path: Path) -> None:
     changed = {**GOOD.environment, "torch.num_threads": "1"}
     result = gate(tmp_path, GOOD, GOOD, replace(GOOD, environment=changed, parts_at=0), vary=("threads",))
     assert (result.verdict, result.exit_status) == (GateVerdict.FAIL, 1)
-    assert [(each.name, each.outcome, each.change) for each in result.variations] == [
-        ("threads", "breaks", "2 -> 1")
-    ]
+    assert [(each.name, each.outcome, each.change) for each in result.variations] == [("threads", "breaks", "2 -> 1")]
 
 
 def test_all_changes_are_tried_though_the_first_one_breaks_the_bits(tmp_path: Path) -> None:
