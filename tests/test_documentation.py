@@ -160,6 +160,11 @@ def test_every_benchmark_is_listed_and_every_listed_one_is_there() -> None:
     assert sorted(listed) == sorted(path.name for path in (ROOT / "benchmarks").glob("*.py") if "__" not in path.name)
 
 
+def test_no_benchmark_hides_a_module_of_the_standard_library() -> None:
+    """`python benchmarks/digest.py` puts that folder first on the path: a `bisect.py` there broke every other one."""
+    assert not {path.stem for path in (ROOT / "benchmarks").glob("*.py")} & sys.stdlib_module_names
+
+
 def test_make_has_every_target_that_a_document_calls() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     calls = re.compile(r"(?:`|^ *)make (\w+)", flags=re.MULTILINE)

@@ -1,6 +1,6 @@
 """How well `bisect kernels` names planted switches, and with how many runs: 200 planted faults among 16 switches.
 
-    python benchmarks/bisect.py [--trials 200] [--output benchmarks/results/bisect_simulated_DATE.md]
+    python benchmarks/bisection.py [--trials 200] [--output benchmarks/results/bisect_simulated_DATE.md]
 
 Each trial plants one minimal set: a single switch, or a pair that diverges only together, in turn. A
 quarter of the trials diverge in 30 % of the pairs of runs that have the whole set in them, the rest in
@@ -141,7 +141,7 @@ def report(num_trials: int) -> str:
         "The world of bisectors that know no chance.\n\n" + f"{HEADER}\n" + "\n".join(rows) + "\n"
     )
     parts.append(
-        f"Made by `python benchmarks/bisect.py --trials {num_trials}` in {time.perf_counter() - began:.0f} s; trials "
+        f"Made by `python benchmarks/bisection.py --trials {num_trials}` in {time.perf_counter() - began:.0f} s; trials "
         "are numbered and drawn from their numbers, so it gives these figures again.\n"
     )
     return "\n".join(parts)
