@@ -141,8 +141,8 @@ def report(num_trials: int) -> str:
         "The world of bisectors that know no chance.\n\n" + f"{HEADER}\n" + "\n".join(rows) + "\n"
     )
     parts.append(
-        f"Made by `python benchmarks/bisection.py --trials {num_trials}` in {time.perf_counter() - began:.0f} s; trials "
-        "are numbered and drawn from their numbers, so it gives these figures again.\n"
+        f"Made by `python benchmarks/bisection.py --trials {num_trials}` in {time.perf_counter() - began:.0f} s; "
+        "trials are numbered and drawn from their numbers, so it gives these figures again.\n"
     )
     return "\n".join(parts)
 

@@ -118,7 +118,8 @@ class Mix(nn.Module):
         spread, middle = torch.var_mean(h, dim=-1, keepdim=True)
         h = self.down((h - middle) * torch.rsqrt(spread + 1e-5) + kept.cumsum(1) * 1e-3)
         h = h.to(torch.bfloat16).mul(1.25).float()
-        return self.batch(h.transpose(1, 2)).transpose(1, 2) + x
+        normed: torch.Tensor = self.batch(h.transpose(1, 2))
+        return normed.transpose(1, 2) + x
 
 
 class Model(nn.Module):
@@ -133,7 +134,8 @@ class Model(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = checkpoint(self.attention, self.table(tokens), use_reentrant=False)
         x = functional.gelu(self.conv(self.mix(x).transpose(1, 2)))
-        return self.head(functional.max_pool1d(x, 2).transpose(1, 2))
+        logits: torch.Tensor = self.head(functional.max_pool1d(x, 2).transpose(1, 2))
+        return logits
 
 
 class _Memory:

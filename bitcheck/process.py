@@ -30,7 +30,7 @@ def is_gone(writer: Mapping[str, Any]) -> bool:
     if host != socket.gethostname() or not isinstance(pid, int) or not 0 < pid < 2**31:
         return False
     if started:
-        return _start_ticks(pid) != started
+        return bool(_start_ticks(pid) != started)
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

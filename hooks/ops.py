@@ -87,7 +87,7 @@ class OpHooks(UnseenMode):
     """Records the operations of one recorder's process."""
 
     def __init__(self, recorder: Recorder, capture: Mapping[str, Any] | None = None, with_lines: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._recorder = recorder
         self._capture = Capture(capture) if capture is not None else None
         self._lines = Lines() if with_lines else None
