@@ -13,7 +13,7 @@ import pytest
 
 from bitcheck import errors
 from bitcheck.answer import Cause
-from bitcheck.cli import main
+from bitcheck.cli import COMMANDS, main
 from bitcheck.events import PHASES, Level
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,6 +88,11 @@ def test_every_call_of_bitcheck_in_a_document_has_a_command_and_its_options(path
 def test_readme_calls_bitcheck_at_all() -> None:
     called = {words[1] for words in command_lines(README)}
     assert {"run", "diff", "hash", "verify", "selfcheck"} <= called
+
+
+def test_the_commands_in_readme_are_those_that_there_are_with_their_lines_of_help() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", section("Commands"), flags=re.MULTILINE)
+    assert rows == [(name, COMMANDS[name]) for name in main.list_commands(click.Context(main))]
 
 
 def test_help_names_every_command_that_has_a_file() -> None:
