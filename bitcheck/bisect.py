@@ -47,7 +47,6 @@ _PRIOR_ALONE = 0.5
 """Believed beforehand that what is kept so far diverges by itself: single culprits are the most frequent."""
 _PRIOR_ANOTHER = 0.5
 """Believed beforehand that there is a further minimal set."""
-_MAX_SEARCHES = 50
 
 
 class Sample(NamedTuple):
@@ -331,34 +330,21 @@ class _Bisection:
                 self._sample(shared)
 
     def _find_one(self, universe: Point) -> Point:
-        """Return a minimal set within a point that diverges, once that set was itself seen to diverge."""
-        for _ in range(_MAX_SEARCHES):
-            kept: Point = frozenset()
-            row = self._ordered(universe)
-            doubts = []
-            while True:
-                length, doubt = self._shortest_prefix(kept, row)
-                doubts.append(doubt)
-                if length == 0:
-                    break
-                kept |= {row[length - 1]}
-                row = row[: length - 1]
-            if self._is_witnessed(kept):
-                self.errors += doubts
-                return kept
-        raise BitcheckError(
-            "the samples contradict each other: sets that were found do not diverge by themselves.\n"
-            "More suspect forms seem to make this program more reproducible; try the switches by hand."
-        )
+        """Return a minimal set within a point that diverges; it has itself been seen to diverge.
 
-    def _is_witnessed(self, point: Point) -> bool:
-        """Sample a set until it differs; False where it should have long since."""
-        patience = self._belief().pairs_to_clear(self.error, 0.9)
-        for _ in range(patience):
-            if self.ledger.is_known(point):
-                return True
-            self._sample(point)
-        return self.ledger.is_known(point)
+        That it has follows: nothing but a sample that differs moves belief from a longer prefix to a
+        shorter one.
+        """
+        kept: Point = frozenset()
+        row = self._ordered(universe)
+        while True:
+            length, doubt = self._shortest_prefix(kept, row)
+            self.errors.append(doubt)
+            if length == 0:
+                assert self.ledger.is_known(kept)
+                return kept
+            kept |= {row[length - 1]}
+            row = row[: length - 1]
 
     def _ordered(self, point: Iterable[str]) -> list[str]:
         wanted = set(point)

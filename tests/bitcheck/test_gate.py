@@ -280,6 +280,14 @@ def test_a_golden_run_of_another_environment_is_incomparable_with_the_difference
     ]
 
 
+def test_an_environment_that_nobody_looked_at_in_time_is_incomparable_all_the_same(tmp_path: Path) -> None:
+    other = replace(GOOD, environment={**GOOD.environment, "torch.version": "2.12.0"}, parts_at=0)
+    programs = MadeUpPrograms(GOOD)
+    plan = Plan(PROGRAM, tmp_path / "gate", golden=golden(tmp_path, other))
+    result = judge(plan, runner=lambda trial, watch: programs(trial, lambda: False))
+    assert result.verdict is GateVerdict.INCOMPARABLE
+
+
 def test_an_environment_key_that_may_differ_does_not_stop_the_gate(tmp_path: Path) -> None:
     other = replace(GOOD, environment={**GOOD.environment, "os.release": "6.1"})
     result = gate(tmp_path, GOOD, golden=golden(tmp_path, other), may_differ=("os.*",))
