@@ -373,7 +373,8 @@ class _CommitBisection:
         needed = pairs_needed(self.options.rate, 1.0 - self.error)
         while self.ledger.verdict(self.bad) is None and len(self.ledger.outcomes(self.bad)) < needed:
             self._sample(self.bad)
-        while self.ledger.verdict(self.bad) == "bad" and len(self.ledger.outcomes(self.bad)) < _NUM_AT_BAD:
+        num_at_bad = 1 if self.options.rate == 1.0 else _NUM_AT_BAD
+        while self.ledger.verdict(self.bad) == "bad" and len(self.ledger.outcomes(self.bad)) < num_at_bad:
             self._sample(self.bad)
         verdict = self.ledger.verdict(self.bad)
         if verdict == "skip":
