@@ -7,6 +7,7 @@ threads that wait do not spin: on a machine that is busy otherwise, spinning mad
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -27,6 +28,7 @@ settings.load_profile("default")
 
 def pytest_configure() -> None:
     """Set threads; let `python -m bitcheck`, started by a test anywhere, find this checkout, installed or not."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` would hand its deafness on to every child
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
