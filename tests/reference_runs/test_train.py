@@ -177,8 +177,8 @@ def test_pytorchs_own_switches_are_put_back(settings_of_pytorch: None) -> None:
 
 @pytest.mark.parametrize("config", [NANO, HYBRID], ids=lambda config: config.name)
 def test_it_learns(text: Text, config: Config) -> None:
-    trainer = Trainer(config, text, Options(steps=60))
-    for _ in range(60):
+    trainer = Trainer(config, text, Options(steps=80))
+    for _ in range(80):
         report = trainer.train_step()
     assert report.loss < 0.7 * text.unigram_entropy()
     assert trainer.evaluate() < 0.7 * text.unigram_entropy()
