@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from bitcheck.digest import xxh3_128
 from bitcheck.events import Event, Group, Level, Phase, Site, StepKind, StepRecord
 from bitcheck.launch import Ending, Watch
+from bitcheck.process import this_process
 from bitcheck.run import create_run, rank_path, update_run
 from bitcheck.store import RankWriter
 from bitcheck.trials import Trial
@@ -26,6 +28,8 @@ GROUPS = [
     Group("backward", "Model", "body", "MmBackward0"),
     Group("optimizer", "AdamW", "", "AdamW"),
 ]
+GONE = {**this_process(), "pid_started": 1}
+"""A process that wrote a run and is no more: nobody started at the first clock tick."""
 ORDER = [Phase.BATCH, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.GRAD, Phase.PARAM, Phase.OPTIM]
 
 
@@ -91,17 +95,18 @@ def write_run(trial: Trial, behaviour: Behaviour, watch: Watch = lambda: False) 
     info: dict[str, Any] = {"run_id": run_id, "level": level, "world_size": behaviour.world_size}
     info |= {"command": list(trial.command), "start_step": trial.options.start_step, "recorder": "run"}
     create_run(trial.folder, info | {"environment": dict(behaviour.environment)}, overwrite=False)
-    writers = {
-        rank: RankWriter(
-            rank_path(trial.folder, rank),
-            rank=rank,
-            world_size=behaviour.world_size,
-            level=Level(level),
-            run_id=run_id,
-            leaf_limit_bytes=None,
-        )
-        for rank in (range(behaviour.world_size) if behaviour.ranks is None else behaviour.ranks)
-    }
+    with patch("bitcheck.store.writer.this_process", lambda: GONE):
+        writers = {
+            rank: RankWriter(
+                rank_path(trial.folder, rank),
+                rank=rank,
+                world_size=behaviour.world_size,
+                level=Level(level),
+                run_id=run_id,
+                leaf_limit_bytes=None,
+            )
+            for rank in (range(behaviour.world_size) if behaviour.ranks is None else behaviour.ranks)
+        }
     number = trial.options.start_step or 0
     for writer in writers.values():
         writer.append(make_snapshot(behaviour, number - 1))
@@ -115,7 +120,10 @@ def write_run(trial: Trial, behaviour: Behaviour, watch: Watch = lambda: False) 
             was_stopped = True
             break
     for writer in writers.values():
-        writer.close("failed" if was_stopped or behaviour.status == "failed" else "complete")
+        if was_stopped:
+            writer._file.let_go("recording")  # unsealed, as it is left by a process that is no more
+        else:
+            writer.close("failed" if behaviour.status == "failed" else "complete")
     status = "killed" if was_stopped else "failed" if behaviour.exit_status else "complete"
     exit_status = 143 if was_stopped else behaviour.exit_status
     update_run(trial.folder, status=status, exit_status=exit_status, notes=list(behaviour.notes))

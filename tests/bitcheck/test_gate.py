@@ -318,6 +318,18 @@ def test_without_a_level_the_gate_records_at_that_of_the_golden_run(tmp_path: Pa
     assert runner.trials[0].options.level == "state"
 
 
+def test_a_golden_run_that_was_stopped_serves_for_the_steps_that_it_has(tmp_path: Path) -> None:
+    long = replace(GOOD, num_steps=40)
+    stopped = Plan(PROGRAM, tmp_path / "first", steps=6, stop_early=True)
+    assert judge(stopped, runner=MadeUpPrograms(long)).verdict is GateVerdict.PASS
+    kept = tmp_path / "first" / "runs" / "1"
+    with open_run(kept) as run:
+        assert run.status == "killed"
+    assert gate(tmp_path, long, golden=kept, steps=6).verdict is GateVerdict.PASS
+    assert gate(tmp_path / "b", replace(long, parts_at=5), golden=kept, steps=6).verdict is GateVerdict.FAIL
+    assert gate(tmp_path / "c", long, golden=kept).verdict is GateVerdict.INSUFFICIENT, "whose steps are not counted"
+
+
 def test_a_golden_run_that_was_edited_does_not_pass(tmp_path: Path) -> None:
     folder = golden(tmp_path, GOOD)
     seal = folder / "rank-00000.seal"
