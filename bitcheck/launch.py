@@ -280,6 +280,8 @@ def _finish_run(folder: Path, ending: Ending, told: Sequence[Word], options: Opt
     changes: dict[str, Any] = {}
     if notes:
         changes["notes"] = [*written.get("notes", []), *(note.text for note in notes)]
+    if varied := sorted({str(word["change"]) for word in told if word["what"] == "varied"}):
+        changes["varied"] = varied
     # With a launcher a rank, one that failed has had its say: rank 0's own good end does not undo it.
     if ending.exit_status or (is_first and written.get("status") == "recording"):
         changes |= {"status": ending.status, "exit_status": ending.exit_status}
