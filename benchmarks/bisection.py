@@ -21,7 +21,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bitcheck.bisect import BisectResult, EndRefused, Point, Sample, Search, find_minimal_sets
+from bitcheck.bisect import BisectResult, EndRefused, Search, find_minimal_sets
+from bitcheck.samples import Point, Sample
 
 NAMES = [f"switch-{number:02}" for number in range(16)]
 CHANCE = 0.3

@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bitcheck.bisect import Oracle, Point, Sample, Search
+from bitcheck.bisect import Search
 from bitcheck.errors import BitcheckError, UsageError
+from bitcheck.samples import Oracle, Point, Sample
 
 SCHEMA_PREFIX = "bitcheck.bisect-log/"
 SCHEMA = SCHEMA_PREFIX + "1"

@@ -8,7 +8,8 @@ In order: run 1 (followed against the golden run where there is one), the positi
 the fresh runs, the resumed run, the variations. Each candidate is followed while it runs and stopped
 as soon as a step of it differs; the first failure ends the gate. `pass` means that everything that was
 asked for was recorded, compared and equal, by a comparison that has just been seen to fail
-(`control`), on runs that hold what counts (`coverage`).
+(`control`), on runs that hold what counts (`coverage`). The whole order of a gate is read here, in one place, which is
+why the module is long.
 
 Place in the flow: trials, follow, coverage, control -> *gate* -> report.
 """

@@ -15,11 +15,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from bitcheck.bisect import Point, Sample
 from bitcheck.commits import CommitSample
 from bitcheck.errors import ProgramFailed
 from bitcheck.launch import ProgramNotFound, run_program
 from bitcheck.pairs import NoVerdict, PairRunner, second
+from bitcheck.samples import Point, Sample
 from bitcheck.settings import Options
 from bitcheck.switches import SwitchSet
 from bitcheck.trials import Trial, last_lines
@@ -28,7 +28,7 @@ _MAX_LABEL = 60
 
 
 class SwitchProbe:
-    """Takes samples by running a program; see `bitcheck.bisect.Oracle`.
+    """Takes samples by running a program; see `bitcheck.samples.Oracle`.
 
     Runs lie under `folder`/runs, logs under `folder`/logs, by the suspects' names. Raises ProgramFailed
     where the program does not end well with some forms, NoVerdict where what was recorded proves too little.

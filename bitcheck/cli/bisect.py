@@ -213,8 +213,9 @@ def commits(
     Exit status: 0 found, 1 not decided because of skipped commits, 2 refused: GOOD diverges itself,
     BAD does not.
     """
-    from bitcheck.commits import CommitSearch, Git, bisect_commits
+    from bitcheck.commits import CommitSearch, bisect_commits
     from bitcheck.coverage import Demand
+    from bitcheck.git import Git
     from bitcheck.pairs import PairRunner
     from bitcheck.probes import CommitProbe
     from bitcheck.settings import Options

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from bitcheck.bisect import BisectResult, EndRefused, OutOfRuns, Point, Sample, Search, find_minimal_sets
+from bitcheck.bisect import BisectResult, EndRefused, OutOfRuns, Search, find_minimal_sets
 from bitcheck.bisect_log import LogEnded, LoggedOracle, LogHeader, read_log
 from bitcheck.coverage import Demand
 from bitcheck.errors import BitcheckError, ProgramFailed, UsageError
 from bitcheck.launch import Ending, Watch
 from bitcheck.pairs import NoVerdict, PairRunner
 from bitcheck.probes import SwitchProbe, point_label
+from bitcheck.samples import Point, Sample
 from bitcheck.settings import Options
 from bitcheck.switches import Form, KernelSwitch, SwitchSet, read_switches, reference_switches
 from bitcheck.trials import Trial

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bitcheck.commits import BadRefused, CommitSample, CommitSearch, Git, GoodRefused, bisect_commits
+from bitcheck.commits import BadRefused, CommitSample, CommitSearch, GoodRefused, bisect_commits
 from bitcheck.errors import UsageError
+from bitcheck.git import Git
 
 NUM_COMMITS = 60
 
