@@ -20,6 +20,8 @@ from typing import NamedTuple
 GRACE_S = 10.0
 """How long a program has between SIGTERM and SIGKILL."""
 _PAUSE_S = 0.05
+_KILLED_S = 5.0
+"""How long a killed process may take to be gone; one that waits for a disk cannot be helped."""
 
 
 class _Process(NamedTuple):
@@ -42,6 +44,9 @@ def stop_program(child: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> No
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGKILL)
     child.wait()
+    deadline = time.monotonic() + _KILLED_S
+    while time.monotonic() < deadline and any(map(_is_alive, family)):
+        time.sleep(_PAUSE_S)
 
 
 def _signal_group(leader: int, number: int) -> None:
