@@ -32,7 +32,7 @@ from bitcheck.hooks.ops import OpHooks
 from bitcheck.hooks.optimizers import OptimizerHooks
 from bitcheck.hooks.rng import generator_states
 from bitcheck.hooks.steps import StepBuilder
-from bitcheck.hooks.writer import Store, StepWriter
+from bitcheck.hooks.writer import StepWriter, Store
 
 if TYPE_CHECKING:
     from bitcheck.hooks.device_digest import Digester
@@ -312,10 +312,10 @@ class Recorder:
         if builder is None:
             return
         self._closing = None
-        self._held = None
         if builder.is_kept:
             self._take_state(builder, set())
             self._submit(builder)
+        self._held = None
         self.modules.forget()
         if self.collectives is not None:
             self.collectives.forget()

@@ -17,6 +17,7 @@ from bitcheck.answer import Answer
 from bitcheck.diff import diff_runs
 from bitcheck.errors import RecordingError, UsageError
 from bitcheck.events import Phase, StepKind
+from bitcheck.hooks.tensors import digest_tensor
 from bitcheck.run import open_run
 
 STEPS, FAULT_STEP = 5, 2
@@ -289,3 +290,29 @@ def test_gradients_are_blamed_on_consumers_and_views_changed_in_place_are_still_
     gradients = {site.text(False) for site in step.sites if site.phase is Phase.BACKWARD}
     assert {"backward/1:grad_in.0", "backward/2:grad_in.0", "backward/0.weight:grad"} <= gradients
     assert not any(name.startswith("backward/0:grad") for name in gradients), "blamed on the producer"
+
+
+@pytest.mark.parametrize("model_goes_first", [True, False])
+def test_the_last_step_has_its_end_state_though_the_model_is_gone_before_the_end(
+    model_goes_first: bool, tmp_path: Path
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with bitcheck.record(tmp_path / "a", level="state"):
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        final = {name: digest_tensor(p.detach())[0] for name, p in model.named_parameters()}
+        if model_goes_first:
+            del model, optimizer
+        else:
+            del optimizer, model
+    with open_run(tmp_path / "a") as run:
+        steps = [run.rank(0).load(row) for row in range(3)]
+    phases = [{site.phase for site in step.sites} for step in steps]
+    assert phases[2] == phases[1] >= {Phase.PARAM, Phase.OPTIM}
+    last = steps[2]
+    recorded = {
+        site.path: last.digests[index].tobytes() for index, site in enumerate(last.sites) if site.phase is Phase.PARAM
+    }
+    assert recorded == final
