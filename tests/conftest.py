@@ -28,7 +28,10 @@ settings.load_profile("default")
 
 def pytest_configure() -> None:
     """Set threads; let `python -m bitcheck`, started by a test anywhere, find this checkout, installed or not."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` would hand its deafness on to every child
+    # Whoever starts the tests in the background, or under nohup, would hand its deafness on to every child.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
