@@ -32,6 +32,10 @@ from bitcheck.store.seal import prepare_seal
 _LIBVER = ("v110", "v110")
 """The file format of HDF5 1.10, the first with single-writer mode: whatever version writes it, later ones read it."""
 
+_WHOLE_PAGES = {"alignment_threshold": 1, "alignment_interval": 4096, "meta_block_size": 0}
+"""Every piece of metadata starts on a page of its own. A process that is killed while it writes one has written
+whole pages of it, so a piece within one page is old or new and never half of each."""
+
 WRITING_ERRORS = (OSError, RuntimeError, ValueError)
 """What h5py raises where HDF5 cannot write."""
 
@@ -113,7 +117,7 @@ class GrowingFile:
         try:
             building.write_bytes(_empty_image(header))
             # No lock: readers take none, and not every file system has them.
-            file = h5py.File(building, "r+", libver=_LIBVER, locking=False)
+            file = h5py.File(building, "r+", libver=_LIBVER, locking=False, **_WHOLE_PAGES)
             self._descriptor = file.id.get_vfd_handle()
             os.set_inheritable(self._descriptor, False)  # HDF5 would hand it to every program that is started
             file.swmr_mode = True
@@ -203,7 +207,7 @@ class Column:
 
 def _empty_image(header: dict[str, Any]) -> bytes:
     """Return a file with its header and all datasets empty: made in memory, where nothing can run full."""
-    with h5py.File("empty", "w", driver="core", backing_store=False, libver=_LIBVER) as file:
+    with h5py.File("empty", "w", driver="core", backing_store=False, libver=_LIBVER, **_WHOLE_PAGES) as file:
         file.attrs["schema"] = np.bytes_(SCHEMA)
         file.attrs["header"] = np.bytes_(encode_document(header, one_line=True))
         file.create_dataset("status", data=np.zeros(1, np.uint8))
