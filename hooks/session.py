@@ -56,6 +56,7 @@ class Recording:
 
     def __enter__(self) -> Recording:
         self._recorder.start(self._model, search_optimizers=self._search)
+        self._model = None  # the program's to keep or to drop
         return self
 
     def __exit__(

@@ -298,7 +298,7 @@ def test_the_last_step_has_its_end_state_though_the_model_is_gone_before_the_end
 ) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    with bitcheck.record(tmp_path / "a", level="state"):
+    with bitcheck.record(tmp_path / "a", optimizer=optimizer, level="state"):
         for _ in range(2):
             model(torch.ones(1, 3)).sum().backward()
             optimizer.step()
