@@ -1,35 +1,65 @@
-"""Loss curves of the reference trainer in FP8 and in BF16, on the same batches, and how far apart they are.
+"""Loss of the reference trainer in FP8 and in BF16, on the same batches, and how far apart they are.
 
-    python -m benchmarks.learning --config tiny --steps 300 --result benchmarks/results/FILE.md
+    python -m benchmarks.learning --config tiny --steps 300 --seeds 4 --result benchmarks/results/FILE.md
 
-Both runs have the same seed, data, dropout and schedule; they differ in the precision of the Linear
-layers alone. They advance step by step in one process, so that both meet the same load of the machine.
+For each seed three runs advance step by step in one process, with the same data, dropout and schedule:
+
+    fp8     the Linear layers in FP8
+    bf16    the Linear layers in BF16
+    again   BF16 once more, sums in arrival order: it differs from `bf16` in rounding alone
+
+How far `again` strays is what any difference in rounding does to a run of this length: a difference
+between FP8 and BF16 means something only beside it, and averaged over seeds.
 """
 
 from __future__ import annotations
 
+import math
 import platform
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import torch
 
 from bitcheck.reference_runs import rng
-from bitcheck.reference_runs.configs import get_config
-from bitcheck.reference_runs.data import read_text
+from bitcheck.reference_runs.configs import Config, get_config
+from bitcheck.reference_runs.data import Text, read_text
 from bitcheck.reference_runs.linear import Precision
-from bitcheck.reference_runs.train import Options, StepReport, Trainer, deterministic_algorithms
+from bitcheck.reference_runs.switches import Switches
+from bitcheck.reference_runs.train import Options, Trainer, deterministic_algorithms
 
-PRECISIONS: tuple[Precision, ...] = ("fp8", "bf16")
+RUNS: dict[str, tuple[Precision, str]] = {
+    "fp8": ("fp8", "deterministic"),
+    "bf16": ("bf16", "deterministic"),
+    "again": ("bf16", "fast"),
+}
+"""A run -> its precision and recipe."""
+GOAL = 0.0025
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run came to."""
+
+    losses: list[float]
+    """Of each step, nats a byte."""
+    held_out: float
+    step_ms: float
+    """Median."""
+
+    def mean(self, last: int) -> float:
+        """Return the mean loss of the last so many steps."""
+        return statistics.fmean(self.losses[-last:])
 
 
 @click.command()
 @click.option("--config", "config_name", default="tiny", show_default=True)
 @click.option("--steps", default=300, show_default=True)
+@click.option("--seeds", default=4, show_default=True, help="How many, from 0.")
 @click.option("--last", default=50, show_default=True, help="Steps at the end over which losses are averaged.")
-@click.option("--seed", default=0, show_default=True)
 @click.option("--data", "data_path", type=click.Path(path_type=Path), default=None)
 @click.option("--hardware", default=platform.processor() or platform.machine(), help="What to call this machine.")
 @click.option("--date", default="", help="The day, for the result's first lines.")
@@ -37,77 +67,110 @@ PRECISIONS: tuple[Precision, ...] = ("fp8", "bf16")
 def main(
     config_name: str,
     steps: int,
+    seeds: int,
     last: int,
-    seed: int,
     data_path: Path | None,
     hardware: str,
     date: str,
     result: Path | None,
 ) -> None:
-    """Train in both precisions and print their losses side by side."""
-    text = read_text(data_path)
-    trainers = {
-        precision: Trainer(get_config(config_name), text, Options(steps=steps, seed=seed, precision=precision))
-        for precision in PRECISIONS
-    }
-    reports: dict[str, list[StepReport]] = {precision: [] for precision in trainers}
-    rng.seed_all(seed)
-    generators = {precision: rng.capture() for precision in trainers}
-    with deterministic_algorithms(next(iter(trainers.values())).options.switches):
-        for step in range(steps):
-            for precision, trainer in trainers.items():
-                # The generators are the process's: each run gets its own states back for its step.
-                for name, state in generators[precision].items():
-                    rng.restore(name, state)
-                reports[precision].append(trainer.train_step())
-                generators[precision] = rng.capture()
-            if step % 10 == 0 or step == steps - 1:
-                line = "  ".join(f"{precision} {reports[precision][-1].loss:.4f}" for precision in trainers)
-                click.echo(f"step {step:5d}  {line}")
-    text_result = _describe(trainers, reports, last, hardware, date)
-    click.echo(text_result)
+    """Train with each seed in both precisions, and print the losses side by side."""
+    config, text = get_config(config_name), read_text(data_path)
+    outcomes = [train_side_by_side(config, text, seed, steps) for seed in range(seeds)]
+    described = describe(config, text, outcomes, last, f"{hardware}{', ' if date else ''}{date}")
+    click.echo(described)
     if result is not None:
-        result.write_text(text_result)
+        result.write_text(described)
+
+
+def train_side_by_side(config: Config, text: Text, seed: int, steps: int) -> dict[str, Outcome]:
+    """Train the three runs of one seed, a step of each in turn, so that all meet the same load."""
+    options = {
+        name: Options(steps, seed, precision, Switches.from_options(recipe))
+        for name, (precision, recipe) in RUNS.items()
+    }
+    trainers = {name: Trainer(config, text, options[name]) for name in RUNS}
+    rng.seed_all(seed)
+    generators = {name: rng.capture() for name in RUNS}
+    losses: dict[str, list[float]] = {name: [] for name in RUNS}
+    seconds: dict[str, list[float]] = {name: [] for name in RUNS}
+    for step in range(steps):
+        for name, trainer in trainers.items():
+            # The generators are the process's: each run gets its own states back for its step.
+            for generator, state in generators[name].items():
+                rng.restore(generator, state)
+            with deterministic_algorithms(options[name].switches):
+                report = trainer.train_step()
+            generators[name] = rng.capture()
+            losses[name].append(report.loss)
+            seconds[name].append(report.seconds)
+        if step % 50 == 49:
+            means = "  ".join(f"{name} {statistics.fmean(losses[name][-50:]):.4f}" for name in RUNS)
+            click.echo(f"seed {seed}, steps {step - 49} to {step}: {means}")
+    outcomes = {
+        name: Outcome(losses[name], trainer.evaluate(), statistics.median(seconds[name]) * 1000)
+        for name, trainer in trainers.items()
+    }
     for trainer in trainers.values():
         trainer.ema.close()
+    return outcomes
 
 
-def _describe(
-    trainers: dict[Precision, Trainer], reports: dict[str, list[StepReport]], last: int, hardware: str, date: str
-) -> str:
-    trainer = trainers["fp8"]
-    steps = len(reports["fp8"])
-    means = {p: statistics.fmean(r.loss for r in reports[p][-last:]) for p in reports}
-    held_out = {p: t.evaluate() for p, t in trainers.items()}
-    step_ms = {p: statistics.median(r.seconds for r in reports[p]) * 1000 for p in reports}
-    difference = (means["fp8"] - means["bf16"]) / means["bf16"]
-    text = trainer.text
+def describe(config: Config, text: Text, outcomes: list[dict[str, Outcome]], last: int, machine: str) -> str:
+    """Return the result as markdown."""
+    steps = len(outcomes[0]["fp8"].losses)
+    differences = {name: [o[name].mean(last) / o["bf16"].mean(last) - 1 for o in outcomes] for name in ("fp8", "again")}
+    mean = statistics.fmean(differences["fp8"])
     lines = [
-        f"# Loss in FP8 and in BF16: `{trainer.config.name}`, {steps} steps",
+        f"# Loss in FP8 and in BF16: `{config.name}`, {steps} steps, {len(outcomes)} seeds",
         "",
-        f"{hardware}, {torch.get_num_threads()} of its cores in use, PyTorch {torch.__version__},"
-        f" Python {platform.python_version()}" + (f", {date}" if date else ""),
+        f"{machine}; threads: {torch.get_num_threads()}; PyTorch {torch.__version__},"
+        f" Python {platform.python_version()}",
         "",
         f"    python -m benchmarks.learning {' '.join(sys.argv[1:])}",
         "",
-        f"{sum(p.numel() for p in trainer.model.parameters()):,} parameters, {trainer.config.data.tokens_per_step:,}"
-        f" tokens a step, seed {trainer.options.seed}, text {text.name} (digest {text.digest}).",
-        "",
-        "| | FP8 | BF16 |",
-        "|---|---|---|",
-        f"| training loss, mean of the last {last} steps (nats a byte) | {means['fp8']:.4f} | {means['bf16']:.4f} |",
-        f"| held-out loss | {held_out['fp8']:.4f} | {held_out['bf16']:.4f} |",
-        f"| median step (ms) | {step_ms['fp8']:.0f} | {step_ms['bf16']:.0f} |",
-        "",
-        f"FP8 against BF16 over the last {last} steps: {difference:+.3%} (goal: within 0.25 %).",
+        f"{config.data.tokens_per_step:,} tokens a step, text {text.name} ({text.data.size:,} bytes, {text.digest}).",
         f"Unigram entropy of the text: {text.unigram_entropy():.4f} nats a byte.",
         "",
-        "| step | FP8 | BF16 |",
+        f"Training loss, mean of the last {last} steps, and loss on held-out text after them (nats a byte):",
+        "",
+        "| seed | FP8 | BF16 | FP8 against BF16 | BF16 with sums in another order | held out, FP8 | held out, BF16 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for seed, outcome in enumerate(outcomes):
+        lines.append(
+            f"| {seed} | {outcome['fp8'].mean(last):.4f} | {outcome['bf16'].mean(last):.4f}"
+            f" | {differences['fp8'][seed]:+.2%} | {differences['again'][seed]:+.2%}"
+            f" | {outcome['fp8'].held_out:.4f} | {outcome['bf16'].held_out:.4f} |"
+        )
+    lines += [
+        "",
+        f"**FP8 against BF16: {mean:+.2%}** on average over the seeds"
+        f"{_standard_error(differences['fp8'])}; goal: within {GOAL:.2%}: {'met' if abs(mean) <= GOAL else 'not met'}.",
+        f"BF16 against itself with sums in another order: {statistics.fmean(differences['again']):+.2%} on average"
+        f"{_standard_error(differences['again'])}, {max(map(abs, differences['again'])):.2%} at most: what rounding"
+        " alone does to a run of this length.",
+        "",
+        "Median step: "
+        + ", ".join(f"{name} {statistics.median(o[name].step_ms for o in outcomes):.0f} ms" for name in ("fp8", "bf16"))
+        + ".",
+        "",
+        "Loss of the first seed:",
+        "",
+        "| steps | FP8 | BF16 |",
         "|---|---|---|",
     ]
-    for step in sorted({*range(0, steps, max(1, steps // 15)), steps - 1}):
-        lines.append(f"| {step} | {reports['fp8'][step].loss:.4f} | {reports['bf16'][step].loss:.4f} |")
+    width = max(1, steps // 12)
+    for start in range(0, steps, width):
+        fp8, bf16 = (statistics.fmean(outcomes[0][name].losses[start : start + width]) for name in ("fp8", "bf16"))
+        lines.append(f"| {start} to {min(start + width, steps) - 1} | {fp8:.4f} | {bf16:.4f} |")
     return "\n".join(lines) + "\n"
+
+
+def _standard_error(values: list[float]) -> str:
+    if len(values) < 2:
+        return ""
+    return f" (standard error {statistics.stdev(values) / math.sqrt(len(values)):.2%})"
 
 
 if __name__ == "__main__":

@@ -24,25 +24,28 @@ import click
 import torch
 
 EXPECTED = {
-    "masters": ("restore", "masters of the weights"),
-    "moments": ("restore", "exp_avg, exp_avg_sq"),
-    "step": ("restore", "step"),
-    "router_bias": ("restore", "router.bias"),
-    "ema": ("restore", "ema"),
-    "rng.torch": ("rng", "torch.cpu"),
-    "rng.python": ("rng", "python"),
-    "rng.numpy": ("rng", "numpy"),
-    "data": ("data", "batch"),
+    "masters": ("restore", ":master"),
+    "moments": ("restore", ":exp_avg_sq"),
+    "step": ("restore", ":step"),
+    "router_bias": ("restore", "moe.router.bias"),
+    "ema": ("restore", "extra/ema"),
+    "rng.torch": ("rng", "rng/torch.cpu"),
+    "rng.python": ("rng", "rng/python"),
+    "rng.numpy": ("rng", "rng/numpy"),
+    "data": ("data", "batch/Model"),
 }
-"""What is left out -> the cause that `diff` has to give, and what it is about, for people."""
+"""What is left out -> the cause that `diff` has to give, and a part of the site of one of the origins."""
 
 SWITCHED = {
-    "moe.dprob=atomic": "experts.down:grad_in.1",
-    "moe.combine=atomic": "moe.combine:out",
-    "moe.wgrad=atomic": "moe.experts.",
-    "norm.dweight=atomic": "norm",
+    "moe.dprob=atomic": ("backward", "moe.experts.down:grad_in.1"),
+    "moe.combine=atomic": ("forward", "moe.combine:out"),
+    "moe.wgrad=atomic": ("backward", "moe.experts."),
+    "moe.topk=unstable": ("forward", "moe.router.topk:out"),
+    "embedding.backward=atomic": ("backward", "embedding.weight:grad"),
+    "norm.dweight=atomic": ("backward", "norm.weight:grad"),
+    "attention.backward=fast": ("backward", "attn.core:grad_in.0"),
 }
-"""A switch's free form -> a part of the site of the first origin."""
+"""A switch's free form -> the cause, and a part of the site of the first origin."""
 
 
 @dataclass(frozen=True)
@@ -115,17 +118,20 @@ def _prove(bench: Bench, config_name: str, steps: int, level: str, machine: str)
     proofs = [bench.diff("first", "second"), bench.diff("first", "resumed")]
     short = (*train, "--steps", str(half + 3), "--resume", checkpoint)
     faults: list[tuple[str, str, Comparison, bool]] = []
-    for piece, (cause, about) in EXPECTED.items():
+    for piece, (cause, part) in EXPECTED.items():
         name = f"without-{piece}"
         bench.bitcheck(*short, "--record", name, "--leave-out", piece)
         comparison = bench.diff("first", name)
-        faults.append((f"--leave-out {piece}", f"{cause}: {about}", comparison, comparison.answer["cause"] == cause))
-    for setting, site in SWITCHED.items():
+        is_named = any(part in origin["site"] for origin in comparison.answer["origins"])
+        is_found = is_named and comparison.answer["cause"] == cause
+        faults.append((f"--leave-out {piece}", f"{cause}, `{part}`", comparison, is_found))
+    for setting, (cause, part) in SWITCHED.items():
         name = f"with-{setting.replace('=', '-')}"
         bench.bitcheck(*short, "--record", name, "--set", setting)
         comparison = bench.diff("first", name)
         first = comparison.answer["first"]
-        faults.append((f"--set {setting}", site, comparison, first is not None and site in first["site"]))
+        is_found = first is not None and part in first["site"] and comparison.answer["cause"] == cause
+        faults.append((f"--set {setting}", f"{cause}, `{part}`", comparison, is_found))
     seconds = time.perf_counter() - began
     is_good = all(proof.answer["verdict"] == "identical" for proof in proofs) and all(fault[3] for fault in faults)
     return _describe(bench, config_name, steps, level, machine, proofs, faults, seconds), is_good
@@ -144,7 +150,7 @@ def _describe(
     lines = [
         f"# {steps} steps of `{config_name}`: fresh, fresh again, resumed",
         "",
-        f"{machine}, {torch.get_num_threads()} of its cores in use, PyTorch {torch.__version__},"
+        f"{machine}; threads: {torch.get_num_threads()}; PyTorch {torch.__version__},"
         f" Python {platform.python_version()}; level `{level}`; {seconds / 60:.0f} minutes in all.",
         "",
         f"    python -m benchmarks.proof_800 {shlex.join(sys.argv[1:])}",

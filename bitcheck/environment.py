@@ -5,6 +5,7 @@
     torch.num_threads      2
     torch.deterministic    False
     env.OMP_NUM_THREADS    1
+    program.text           d10f6d2becdc2cef8ad603a81663b170   (declared by the program itself)
 
 Flat, text to text, so that two of them are compared key by key; a key that is missing on one side
 means "not set" or "not there". It holds what can change bits and nothing that differs between two good
@@ -25,6 +26,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,24 @@ _PACKAGES = (
 """Packages that compute, or decide what is computed; those that the program has imported count."""
 
 
+_declared: dict[str, str] = {}
+
+
+@contextmanager
+def declared(facts: Mapping[str, str]) -> Iterator[None]:
+    """Add what a program says of itself (the digest of its data, say) to fingerprints taken inside.
+
+    Keys get the prefix `program.`.
+    """
+    before = dict(_declared)
+    _declared.update({f"program.{key}": value for key, value in facts.items()})
+    try:
+        yield
+    finally:
+        _declared.clear()
+        _declared.update(before)
+
+
 def fingerprint(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of this process, keys sorted.
 
@@ -114,6 +134,7 @@ def fingerprint(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     if torch is not None:
         found.update(_torch(torch))
     found.update(_variables(os.environ if variables is None else variables))
+    found.update(_declared)
     return dict(sorted(found.items()))
 
 

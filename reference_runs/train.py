@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 import bitcheck
+from bitcheck.environment import declared
 from bitcheck.errors import UsageError
 from bitcheck.reference_runs import checkpoint, rng
 from bitcheck.reference_runs.checkpoint import CheckpointError, digest_value
@@ -161,7 +162,8 @@ class Trainer:
 
 def train(config: Config, text: Text, options: Options, listener: Listener) -> Trainer:
     """Run to `options.steps` and return the trainer, its average complete and its thread ended."""
-    with deterministic_algorithms(options.switches):
+    facts = {"config": config.name, "precision": options.precision, "seed": str(options.seed), "text": text.digest}
+    with deterministic_algorithms(options.switches), declared(facts):
         trainer = Trainer(config, text, options)
         if options.resume is not None:
             trainer.resume(options.resume, options.leave_out)

@@ -32,7 +32,7 @@ TINY = Config(
         route_scale=1.0,
         dropout=0.02,
     ),
-    optimizer=OptimizerConfig(lr=1e-3, warmup_steps=30, decay_steps=2000),
+    optimizer=OptimizerConfig(lr=3e-4, warmup_steps=30, decay_steps=2000),
     data=DataConfig(seq_len=128, sequences=4, micro_batches=2),
 )
 
@@ -54,7 +54,7 @@ NANO = Config(
         expert_width=96,
         ssm=SSMConfig(head_dim=32, state_dim=16, chunk=16),
     ),
-    optimizer=TINY.optimizer,
+    optimizer=replace(TINY.optimizer, lr=2e-3, warmup_steps=10),
     data=DataConfig(seq_len=64, sequences=2, micro_batches=2),
 )
 

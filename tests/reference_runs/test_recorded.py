@@ -134,3 +134,13 @@ def test_a_free_scan_is_blamed_on_the_scan(text: Text, tmp_path: Path, recorded:
     assert answer.first is not None
     assert answer.first.module == "layers.0.ssm.scan"
     assert answer.first.op == "_ScanBackward"
+
+
+def test_the_digest_of_the_text_is_part_of_the_runs_environment(
+    text: Text, tmp_path: Path, recorded: dict[str, Path]
+) -> None:
+    other = Text("words", text.data[::-1].copy())
+    answer = compare(recorded["nano"] / "run", record_again(other, NANO, tmp_path, steps=1))
+    assert answer.cause == "data"
+    (difference,) = answer.environment
+    assert (difference.key, difference.baseline, difference.candidate) == ("program.text", text.digest, other.digest)
