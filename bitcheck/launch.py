@@ -168,8 +168,14 @@ def _run_watched(
     """Run `command` in a process group of its own until it ends or `watch` has seen enough."""
     from bitcheck.stopping import stop_program
 
+    is_starting = True
+    early: list[int] = []
+
     def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)  # through `finally` below: the program does not outlive its judge
+        if is_starting:  # Popen may have made the process and not told us yet: nobody could stop it
+            early.append(number)
+        else:
+            raise SystemExit(128 + number)  # through `finally` below: the program does not outlive its judge
 
     with _handlers(dict.fromkeys((signal.SIGTERM, signal.SIGHUP), leave)):
         try:
@@ -180,6 +186,9 @@ def _run_watched(
             raise _not_started(command, error) from None
         was_stopped = False
         try:
+            is_starting = False
+            if early:
+                raise SystemExit(128 + early[0])
             while child.poll() is None:
                 if watch():
                     was_stopped = child.poll() is None

@@ -15,6 +15,7 @@ stopped does, by construction.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -95,6 +96,8 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, o.lr, o.betas, o.eps, o.weight_decay)
         self.ema = EMA(masters(self.model, self.optimizer), o.ema_decay)
         self.step = 0
+        self.held_out_loss = math.nan
+        """What `train` found at its end, nats a byte."""
 
     def train_step(self) -> StepReport:
         """Do one optimizer step."""
@@ -161,7 +164,7 @@ class Trainer:
 
 
 def train(config: Config, text: Text, options: Options, listener: Listener) -> Trainer:
-    """Run to `options.steps` and return the trainer, its average complete and its thread ended."""
+    """Run to `options.steps`, evaluate, and return the trainer, its average complete and its thread ended."""
     facts = {"config": config.name, "precision": options.precision, "seed": str(options.seed), "text": text.digest}
     with deterministic_algorithms(options.switches), declared(facts):
         trainer = Trainer(config, text, options)
@@ -179,6 +182,8 @@ def train(config: Config, text: Text, options: Options, listener: Listener) -> T
                     listener.on_step(report)
                     if options.save_every and trainer.step % options.save_every == 0:
                         listener.on_checkpoint(trainer.save())
+                # Still recorded, as it is where `bitcheck run` records the whole program.
+                trainer.held_out_loss = trainer.evaluate()
         finally:
             trainer.ema.close()
     return trainer

@@ -131,6 +131,6 @@ def train(
     with ProgressLine(steps, quiet) as progress:
         trainer = run(config, text, options, progress)
     click.echo(
-        f"held-out loss {trainer.evaluate():.4f} nats a byte after {trainer.step} steps"
+        f"held-out loss {trainer.held_out_loss:.4f} nats a byte after {trainer.step} steps"
         f" (unigram entropy {text.unigram_entropy():.4f})"
     )

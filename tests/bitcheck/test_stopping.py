@@ -93,6 +93,26 @@ def test_a_watched_program_does_not_outlive_a_terminated_watcher(tmp_path: Path)
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
+def test_a_watcher_that_is_terminated_while_it_starts_the_program_still_ends_it(tmp_path: Path) -> None:
+    watcher = f"""
+import os, signal, subprocess
+from bitcheck import launch
+
+class TerminatedInTheMiddle(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        with open({str(tmp_path / "pid")!r}, "w") as file:
+            file.write(str(self.pid))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+launch.subprocess.Popen = TerminatedInTheMiddle
+launch.run_program(["sleep", "60"], os.environ, watch=lambda: False)
+"""
+    done = subprocess.run([sys.executable, "-c", watcher], timeout=60)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
 def test_a_watched_program_runs_where_it_is_told_to(tmp_path: Path) -> None:
     (tmp_path / "here.sh").write_text("#!/bin/sh\npwd > where\n")
     (tmp_path / "here.sh").chmod(0o755)
