@@ -137,7 +137,7 @@ def _where(origin: Origin, findings: Findings) -> str:
         rank = f" on {format_ranks(origin.ranks)}"
     elif findings.world_size > 1:
         rank = f" on rank {origin.rank}"
-    mode = ", in an evaluation forward," if origin.is_eval else ""
+    mode = " (evaluation)" if origin.is_eval else ""
     return f"step {origin.step}{rank}{mode}"
 
 

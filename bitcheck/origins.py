@@ -73,7 +73,7 @@ class OriginSearch:
             counted += len(loaded)
             if not is_later:
                 findings.num_unread_ranks = len(ranks) - len(loaded)
-            if not is_later and not self._has_common_site(loaded):
+            if not is_later and not self._agreed_before(key, ranks) and not self._has_common_site(loaded):
                 return None
             pairs = {rank: pair for rank, pair in loaded.items() if self._filter(pair, rank, key)}
             for rank, pair in loaded.items():
@@ -128,6 +128,14 @@ class OriginSearch:
             if len(self._pairs) > MAX_OPEN_RANKS:
                 self.tables.close(rank)
         return pairs
+
+    def _agreed_before(self, key: StepKey, ranks: list[int]) -> bool:
+        """Whether something was recorded before the first step that differs, and was equal therefore."""
+        for rank in ranks:
+            earlier = self._pairs[rank].rows.baseline[: self.tables.index(rank, key)]
+            if (self.tables.baseline.rank(rank).table["num_events"][earlier] > 0).any():
+                return True
+        return False
 
     def _has_common_site(self, pairs: dict[int, StepPair]) -> bool:
         def is_of_program(site: Site) -> bool:

@@ -300,6 +300,18 @@ def test_programs_without_a_site_in_common_are_incomparable() -> None:
     assert diff_runs(make_run(), MemoryRun({0: steps})).verdict == "incomparable"
 
 
+def test_runs_that_agreed_before_they_did_different_things_are_comparable() -> None:
+    def evaluated(name: str) -> MemoryRun:
+        run = make_run(num_steps=3)
+        site = Site(Phase.BATCH, "Net", "", name, is_eval=True)
+        events = [Event(site, "float32", (4,), 16, digest_of(name))]
+        steps = [step for step in run.steps[0] if step.kind is not StepKind.FRAGMENT]
+        return MemoryRun({0: [*steps, StepRecord(3, StepKind.FRAGMENT, events)]}, info=run.info)
+
+    answer = diff_runs(evaluated("in.0"), evaluated("in.1"))
+    assert (answer.verdict, answer.cause, answer.compared.steps) == ("diverged", "structure", 3)
+
+
 @pytest.mark.parametrize(("at", "verdict"), [(3, "identical"), (4, "diverged")])
 def test_what_a_resumed_run_does_to_set_itself_up_is_no_divergence(at: int, verdict: str) -> None:
     resumed = make_run(level=Level.OP, start_step=3, num_steps=3, explicit_start=True)
