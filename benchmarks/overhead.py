@@ -73,6 +73,7 @@ class Recorded(Variant):
     def step(self) -> None:
         self.trainer.train_step()
         self.recorder.step()
+        self.recorder.drain()  # the writer's share counts, though it mostly overlaps the next step
 
     def timed_step(self) -> float:
         self.recorder.attach()

@@ -179,6 +179,11 @@ class Recorder:
                 self._open_next()
             self._close_step()
 
+    def drain(self) -> None:
+        """Wait until every step that has ended is on the disk."""
+        if self._writer is not None:
+            self._writer.drain()
+
     def track(self, name: str, tensors: Trackable | Callable[[], Any]) -> None:
         """Record tensors beyond the model's and the optimizer's at the end of every step.
 

@@ -45,6 +45,10 @@ class StepWriter:
         if self.error is None:
             self._queue.put(builder)
 
+    def drain(self) -> None:
+        """Wait until every step that was handed over is on the disk, or was given up."""
+        self._queue.join()
+
     def close(self, status: str) -> None:
         """Write what waits and end the file with `status`; a file that lost steps ends as `failed`."""
         self._queue.put(None)
@@ -57,14 +61,17 @@ class StepWriter:
 
     def _run(self) -> None:
         while (builder := self._queue.get()) is not None:
-            if self.error is not None:
-                continue
-            try:
-                self._store.append(builder.finish())
-            except BitcheckError as error:
-                self._fail(error)
-            except Exception as error:  # noqa: BLE001  whatever it is, the training must go on and the user must know
-                self._fail(RecordingError(f"writing a step failed: {type(error).__name__}: {error}"))
+            if self.error is None:
+                self._write(builder)
+            self._queue.task_done()
+
+    def _write(self, builder: StepBuilder) -> None:
+        try:
+            self._store.append(builder.finish())
+        except BitcheckError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001  whatever it is, the training must go on and the user must know
+            self._fail(RecordingError(f"writing a step failed: {type(error).__name__}: {error}"))
 
     def _fail(self, error: BitcheckError) -> None:
         self.error = error
