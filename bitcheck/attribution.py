@@ -106,10 +106,14 @@ class _StepGraph:
         modes = (False, True) if with_eval else (False,)
         return any(first.get((phase, mode), place.position) < place.position for phase in phases for mode in modes)
 
+    @cached_property
+    def _parted_phases(self) -> frozenset[Phase]:
+        """Phases of training events that differ on any rank."""
+        return frozenset(phase for first in self.first.values() for phase, is_eval in first if not is_eval)
+
     def _anywhere(self, phases: Iterable[Phase]) -> bool:
         """Whether a training event of these phases differs on any rank."""
-        wanted = tuple(phases)
-        return any((phase, False) in first for first in self.first.values() for phase in wanted)
+        return not self._parted_phases.isdisjoint(phases)
 
     @cached_property
     def _has_local_gradients(self) -> bool:

@@ -102,13 +102,15 @@ def describe_snapshot_difference(
 ) -> list[Origin]:
     """Return every tensor of an initial snapshot that differs or is missing as an origin of its own."""
     return [
-        replace(describe_event(pair, position, step, cause, naming), op=None)
+        describe_event(pair, position, step, cause, naming, with_op=False)
         for _, pair in sorted(pairs.items())
         for position in pair.parted()
     ]
 
 
-def describe_event(pair: StepPair, position: int, step: int, cause: Cause, naming: Naming) -> Origin:
+def describe_event(
+    pair: StepPair, position: int, step: int, cause: Cause, naming: Naming, *, with_op: bool = True
+) -> Origin:
     """Return one event that differs or is missing as an origin."""
     site = pair.site(position)
     holder, index = pair.holder(position)
@@ -123,7 +125,7 @@ def describe_event(pair: StepPair, position: int, step: int, cause: Cause, namin
         phase=str(site.phase),
         site=naming.site(site),
         module=_module_of(site, group, naming),
-        op=_op_of(site, group, pair),
+        op=_op_of(site, group, pair) if with_op else None,
         tensor=_tensor_name(site, naming),
         dtype=holder.dtypes[index],
         shape=tuple(holder.shapes[index]),

@@ -71,6 +71,7 @@ SHAPES = {
     "irecv": Shape("tensor src group tag group_src", "", "tensor", "src", is_pairwise=True),
 }
 """The collectives that are recorded."""
+PAIRS = ("isend", "irecv")
 OBJECT_COLLECTIVES = (
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
     "recv_object_list", "monitored_barrier", "barrier",
@@ -86,6 +87,8 @@ class _Begun(NamedTuple):
     group: int
     inputs: list[int]
     received: list[torch.Tensor]
+    is_coalesced: bool
+    """It only joins others, and runs when the program has named them all."""
 
 
 class _Local(threading.local):
@@ -109,6 +112,8 @@ class CollectiveHooks:
             self._wrap(name, functools.partial(self._observed, name, shape))
         for name in OBJECT_COLLECTIVES:
             self._wrap(name, lambda original: self._unobserved(original))
+        self._wrap("batch_isend_irecv", self._batched)
+        self._wrap_pairs()
         work = torch._C._distributed_c10d.Work
         wait = work.wait
         settle = self._settle
@@ -128,10 +133,39 @@ class CollectiveHooks:
         original: Function = getattr(dist.distributed_c10d, name)
         wrapper = make(original)
         module: Any
-        for module in (dist.distributed_c10d, dist):
+        # Inside its own module PyTorch compares `isend` and `irecv` by identity.
+        for module in (dist,) if name in PAIRS else (dist.distributed_c10d, dist):
             if getattr(module, name, None) is original:
                 setattr(module, name, wrapper)
                 self._originals.append((module, name, original, wrapper))
+
+    def _wrap_pairs(self) -> None:
+        """Have P2POp take the wrapped functions for what they wrap."""
+        wrapped = {wrapper: original for _, name, original, wrapper in self._originals if name in PAIRS}
+        kind = dist.P2POp
+        make, init = kind.__new__, kind.__init__
+
+        def observed_new(cls: Any, op: Function, *args: Any, **kwargs: Any) -> Any:
+            return make(cls, wrapped.get(op, op), *args, **kwargs)
+
+        def observed_init(own: Any, op: Function, *args: Any, **kwargs: Any) -> None:
+            init(own, wrapped.get(op, op), *args, **kwargs)
+
+        kind.__new__ = observed_new  # type: ignore[method-assign]
+        kind.__init__ = observed_init  # type: ignore[method-assign, assignment]
+        self._originals += [(kind, "__new__", make, observed_new), (kind, "__init__", init, observed_init)]
+
+    def _batched(self, original: Function) -> Function:
+        run = self._unobserved(original)
+
+        @functools.wraps(original)
+        @skip_frame
+        def batched(p2p_op_list: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._recorder.is_active and not self._local.depth:
+                self._recorder.current.miss("transfers in batch_isend_irecv", len(p2p_op_list))
+            return run(p2p_op_list, *args, **kwargs)
+
+        return batched
 
     def remove(self) -> None:
         """Put the functions back."""
@@ -181,6 +215,9 @@ class CollectiveHooks:
         builder = recorder.current
         if not builder.is_kept:
             return None
+        if not dist.is_initialized():
+            builder.miss("collectives of process groups that torch.distributed does not know")
+            return None
         values = {**dict(zip(shape.arguments.split(), args, strict=False)), **kwargs}
         process_group = values.get("group")
         own = dist.get_rank()
@@ -214,12 +251,14 @@ class CollectiveHooks:
                 inputs += builder.add_tensor(site, tensor, -1, builder.recorded(tensor))
         gets = bool(shape.received) and not (shape.gets_alone and peer != own)
         received = list(_tensors(values.get(shape.received))) if gets else []
-        return _Begun(builder, path, occurrence, group, inputs, received)
+        return _Begun(builder, path, occurrence, group, inputs, received, _is_coalescing(process_group))
 
     @paused
     def _end(self, begun: _Begun, result: Any) -> None:
         if isinstance(result, torch._C._distributed_c10d.Work):
             self._pending[id(result)] = (result, begun)
+        elif begun.is_coalesced:
+            begun.builder.miss("results of coalesced collectives", len(begun.received))
         else:
             self._record_received(begun)
 
@@ -244,6 +283,12 @@ class CollectiveHooks:
         if self._pending:
             self._recorder.current.miss("asynchronous collectives that were not waited for", len(self._pending))
             self._pending.clear()
+
+
+def _is_coalescing(process_group: Any) -> bool:
+    world = dist.distributed_c10d._world
+    own = process_group if process_group is not None else dist.distributed_c10d._get_default_group()
+    return own in world.pg_coalesce_state
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

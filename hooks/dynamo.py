@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bitcheck.errors import BitcheckError
+
 _dynamo: Any = torch._C._dynamo.eval_frame
 pause: Callable[[Any], Any] = _dynamo.set_eval_frame
 """`before = pause(None)` turns TorchDynamo off in this thread, `pause(before)` puts it back."""
@@ -29,6 +31,8 @@ class _Local(threading.local):
 
 
 _local = _Local()
+on_error: list[Callable[[Exception], None]] = []
+"""Who hears of a mistake of the recorder's own: it ends the recording and never the program."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,14 +49,26 @@ def skip_frame(function: F) -> F:
 
 
 def paused(function: F) -> F:
-    """Run the function with TorchDynamo off, its operations unseen by the recorder."""
+    """Run the function with TorchDynamo off, its operations unseen by the recorder and the program's modes.
+
+    Where it fails and somebody listens (`on_error`), the error ends there and the function returns None.
+    A BitcheckError is meant for the program and goes on to it.
+    """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         before = pause(None)
         _local.depth += 1
         try:
-            return function(*args, **kwargs)
+            with torch._C.DisableTorchFunction():
+                return function(*args, **kwargs)
+        except BitcheckError:
+            raise
+        except Exception as error:
+            if not on_error:
+                raise
+            on_error[-1](error)
+            return None
         finally:
             _local.depth -= 1
             pause(before)

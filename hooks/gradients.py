@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,12 +104,14 @@ class GradientHooks:
         @skip_frame
         def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
+                tensors = _kept(tensors)
                 self.enter_backward(_as_list(tensors), is_loss=True)
             return backward(tensors, *args, **kwargs)
 
         @skip_frame
         def observed_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
+                outputs = _kept(outputs)
                 self.enter_backward(_as_list(outputs), is_loss=False)
             return grad(outputs, *args, **kwargs)
 
@@ -191,6 +193,10 @@ class GradientHooks:
         self._enter(builder)
         nested = in_backward()
         if is_loss and not nested:
+            recorder.note_backward()
+            builder = recorder.current
+            self._enter(builder)
+        if is_loss and not nested:
             recorder.optimizers.record_loss_scales(builder)
             for index, root in enumerate(roots):
                 slot = "value" if len(roots) == 1 else f"value.{index}"
@@ -247,8 +253,8 @@ class GradientHooks:
     ) -> _Flow:
         """Settle whose gradients the node's own are made from; return what it passes on."""
         own = node.name()
-        variable = getattr(node, "variable", None)
-        if variable is not None:
+        if own == "torch::autograd::AccumulateGrad":
+            variable: torch.Tensor = node.variable  # type: ignore[attr-defined]
             tracked = self._parameter(variable)
             if tracked is not None:
                 _settle(tracked, [pair for pairs in arriving.values() for pair in pairs], owner_of)
@@ -411,6 +417,11 @@ def _blame(tracked: Tracked, owner: Call | None) -> tuple[str, str, str, Call | 
     return consumer.root, consumer.path, f"grad_{slot}", owner
 
 
+def _kept(value: Any) -> Any:
+    """Return what may be looked at twice: a generator of tensors is drawn from once."""
+    return tuple(value) if isinstance(value, Iterator) else value
+
+
 def _as_list(value: Any) -> list[torch.Tensor]:
-    values = [value] if isinstance(value, torch.Tensor) else list(value)
+    values = list(value) if isinstance(value, (tuple, list)) and not hasattr(value, "node") else [value]
     return [tensor for tensor in values if isinstance(tensor, torch.Tensor)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bitcheck.events import Level, Phase, Site
 from bitcheck.hooks.dynamo import paused, skip_frame
-from bitcheck.hooks.naming import ModuleName, is_compiled
+from bitcheck.hooks.naming import ByIdentity, ModuleName, is_compiled
 from bitcheck.hooks.steps import Call, StepBuilder
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ class ModuleHooks:
         self._is_deep = recorder.level is not Level.STATE
         self._local = _Local()
         self._original: Forward | None = None
-        self._trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._trained: ByIdentity[nn.Module, bool] = ByIdentity()
         self.called: set[tuple[str, str]] = set()
         """(root, path) of every module that was seen to run."""
         self._activations: dict[int, StorageWeakRef] = {}
@@ -141,7 +140,7 @@ class ModuleHooks:
         try:
             if not is_outermost:
                 return self._call_inner(original, module, args, kwargs)
-            if self._escapes(args):
+            if self._escapes(args, kwargs):
                 local.is_blind = True
                 return original(module, *args, **kwargs)
             return self._call_outermost(original, module, args, kwargs)
@@ -151,32 +150,38 @@ class ModuleHooks:
                 local.is_blind = False
 
     @paused
-    def _escapes(self, args: tuple[Any, ...]) -> bool:
-        escapes = escapes_observation(args)
-        if escapes:
+    def _escapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if escapes_observation((*args, *kwargs.values())):
             self._recorder.current.miss("module calls under tracing, torch.func, fake or meta tensors")
-        return escapes
+            return True
+        if not self._recorder.trains_here():
+            self._recorder.current.miss("module calls in threads that do not train")
+            return True
+        return False
 
     @skip_frame
     def _call_outermost(
         self, original: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         try:
-            name, recomputes = self._enter_outermost(module)
-            if not self._recorder.current.is_kept or (recomputes and not self._is_deep):
+            entered = self._enter_outermost(module)
+            if entered is None or not self._recorder.is_active or not self._recorder.current.is_kept:
+                return original(module, *args, **kwargs)
+            name, recomputes = entered
+            if recomputes and not self._is_deep:
                 return original(module, *args, **kwargs)
             return self._observe(original, module, name, args, kwargs, recomputes)
         finally:
             self._local.root = None
 
     @paused
-    def _enter_outermost(self, module: nn.Module) -> tuple[ModuleName, bool]:
+    def _enter_outermost(self, module: nn.Module) -> tuple[ModuleName, bool] | None:
         recorder, local = self._recorder, self._local
         name = recorder.add_root(module)
         recomputes = in_backward()
         is_eval = not module.training and (not torch.is_grad_enabled() or module in self._trained)
         if module.training:
-            self._trained.add(module)
+            self._trained[module] = True
         if not recomputes:
             recorder.enter_forward(is_training=not is_eval)
         local.root = module
@@ -187,10 +192,13 @@ class ModuleHooks:
     def _call_inner(self, original: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._local.stack and not self._recorder.current.is_kept:
             return original(module, *args, **kwargs)
-        return self._observe(original, module, self._name_inner(module), args, kwargs, in_backward())
+        name = self._name_inner(module)
+        if name is None:
+            return original(module, *args, **kwargs)
+        return self._observe(original, module, name, args, kwargs, in_backward())
 
     @paused
-    def _name_inner(self, module: nn.Module) -> ModuleName:
+    def _name_inner(self, module: nn.Module) -> ModuleName | None:
         recorder, local = self._recorder, self._local
         name = recorder.registry.name_of(module)
         if name is None:
@@ -215,7 +223,10 @@ class ModuleHooks:
         if passes_on or repeats:  # the module that bears the name is called next, or it is a compiled one's own inside
             return original(module, *args, **kwargs)
         builder = self._recorder.current
-        call, arguments = self._begin(builder, module, name, args, kwargs, recomputes)
+        begun = self._begin(builder, module, name, args, kwargs, recomputes)
+        if begun is None:
+            return original(module, *args, **kwargs)
+        call, arguments = begun
         stack.append(call)
         try:
             result = original(module, *args, **kwargs)
@@ -238,7 +249,7 @@ class ModuleHooks:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         recomputes: bool,
-    ) -> tuple[Call, list[tuple[str, torch.Tensor]]]:
+    ) -> tuple[Call, list[tuple[str, torch.Tensor]]] | None:
         """Record what goes in."""
         stack, is_eval = self._local.stack, self._local.is_eval
         parent = stack[-1] if stack else None

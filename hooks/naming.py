@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -51,12 +51,56 @@ def wrapped_child(module: nn.Module) -> tuple[str, nn.Module] | None:
     return None
 
 
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class ByIdentity(Generic[K, V]):
+    """A mapping whose keys are objects themselves, whatever they call equal, and which holds none of them."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[K], V]] = {}
+
+    def get(self, key: K) -> V | None:
+        """Return the value of a key, None where it has none."""
+        entry = self._entries.get(id(key))
+        return entry[1] if entry is not None and entry[0]() is key else None
+
+    def __contains__(self, key: K) -> bool:
+        return self.get(key) is not None
+
+    def __getitem__(self, key: K) -> V:
+        value = self.get(key)
+        if value is None:
+            raise KeyError(key)
+        return value
+
+    def __setitem__(self, key: K, value: V) -> None:
+        identity, entries = id(key), self._entries
+
+        def forget(reference: weakref.ref[K]) -> None:
+            if identity in entries and entries[identity][0] is reference:
+                del entries[identity]
+
+        entries[identity] = weakref.ref(key, forget), value
+
+    def __delitem__(self, key: K) -> None:
+        del self._entries[id(key)]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def items(self) -> list[tuple[K, V]]:
+        """Return every key that is alive, with its value."""
+        return [(key, value) for reference, value in list(self._entries.values()) if (key := reference()) is not None]
+
+
 class Registry:
     """The names of all modules and parameters that a run has met."""
 
     def __init__(self) -> None:
         self.roots: list[tuple[str, weakref.ref[nn.Module]]] = []
-        self._names: weakref.WeakKeyDictionary[nn.Module, ModuleName] = weakref.WeakKeyDictionary()
+        self._names: ByIdentity[nn.Module, ModuleName] = ByIdentity()
         self._labels: dict[str, weakref.ref[Any]] = {}
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], tuple[str, str]]] = {}
         self._free: dict[int, tuple[weakref.ref[torch.Tensor], tuple[str, str]]] = {}
@@ -74,6 +118,10 @@ class Registry:
             label = f"{kind}_{number}"
         self._labels[label] = weakref.ref(holder)
         return label
+
+    def pass_on(self, label: str, holder: object) -> None:
+        """Give a label to another holder."""
+        self._labels[label] = weakref.ref(holder)
 
     def name_of(self, module: nn.Module) -> ModuleName | None:
         """Return the name of a module, None for one that was never met."""
@@ -111,7 +159,7 @@ class Registry:
 
     def _add_below(self, module: nn.Module, label: str, prefix: str) -> None:
         for path, child, is_wrapper in walk(module, prefix):
-            if child not in self._names:
+            if self._names.get(child) is None:
                 self._names[child] = ModuleName(label, path, is_wrapper)
             for name, parameter in child._parameters.items():
                 if parameter is not None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from bitcheck.events import Phase, Site
 from bitcheck.hooks.capture import Capture
@@ -40,9 +41,6 @@ if TYPE_CHECKING:
 
 PROGRAM = "program"
 """Stands for the module where an operation runs outside all modules."""
-
-_MAX_WRITERS = 64
-"""Partial writes of one storage that are told apart; beyond it the oldest are taken together."""
 
 
 class Location(NamedTuple):
@@ -93,6 +91,7 @@ class OpHooks(UnseenMode):
         self._lines = Lines() if with_lines else None
         self._memory: dict[int, _Memory] = {}
         self._state: set[int] = set()
+        self._no_state: set[int] = set()
         self._state_of: StepBuilder | None = None
         self._is_entered = False
         self._launches = LaunchHooks(self.launch)
@@ -109,7 +108,9 @@ class OpHooks(UnseenMode):
         """Stop looking."""
         if self._is_entered:
             self._is_entered = False
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            # With a mode of the program's on top, ours can only stay where it is: it looks at nothing any more.
+            if _get_current_dispatch_mode() is self:
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._launches.remove()
         self._threads.remove()
 
@@ -212,8 +213,11 @@ class OpHooks(UnseenMode):
             if name.partition(".")[0] in facts.unread:
                 continue
             known, writers = self.writers(builder, tensor)
-            phase = where.phase if known or self._is_state(builder, tensor) else Phase.BATCH
-            site = Site(phase, where.root, where.path, f"{facts.name}.{name}", occurrence, where.is_eval)
+            slot = f"{facts.name}.{name}"
+            site = Site(where.phase, where.root, where.path, slot, occurrence, where.is_eval)
+            if not known and not self._is_state(builder, tensor):  # data, whichever phase reads it
+                number = builder.count(Phase.BATCH, where.root, where.path, slot, where.is_eval)
+                site = site._replace(phase=Phase.BATCH, occurrence=number)
             inputs += builder.add_tensor(site, tensor, group, writers)
         if facts.draws:
             inputs += self._record_generator(facts, where, occurrence, group, dict(named))
@@ -306,7 +310,7 @@ class OpHooks(UnseenMode):
             memory.builder = builder
             memory.events = list(events)
         else:
-            memory.events = [*memory.events[-_MAX_WRITERS:], *events]
+            memory.events.extend(events)
 
     @paused
     def _forget(self, result: Any, is_fresh: bool) -> None:
@@ -319,10 +323,12 @@ class OpHooks(UnseenMode):
     def _is_state(self, builder: StepBuilder, tensor: torch.Tensor) -> bool:
         if self._state_of is not builder:
             self._state_of = builder
-            self._state = set()
+            self._state, self._no_state = set(), set()
         storage = _storage(tensor)
         if storage in self._state:
             return True
+        if storage is None or storage in self._no_state:
+            return False
         found: set[int | None] = set()
         for _, _, _, held in self._recorder.living_tensors():
             found.add(_storage(held))
@@ -332,6 +338,8 @@ class OpHooks(UnseenMode):
             if isinstance(value, torch.Tensor):
                 found.add(_storage(value))
         self._state = {entry for entry in found if entry is not None}
+        if storage not in self._state:
+            self._no_state.add(storage)
         return storage in self._state
 
     def forget(self) -> None:

@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from bitcheck.events import Phase, Site
 from bitcheck.hooks.dynamo import paused, skip_frame
+from bitcheck.hooks.naming import ByIdentity
 from bitcheck.hooks.steps import StepBuilder
 
 if TYPE_CHECKING:
@@ -28,13 +29,14 @@ class OptimizerHooks:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._labels: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+        self._labels: ByIdentity[Optimizer, str] = ByIdentity()
         self._scalers: list[weakref.ref[Any]] = []
         self._handles: list[Any] = []
         self._original_init: Callable[..., None] | None = None
         self._original_scale: Callable[..., Any] | None = None
-        self.depth = 0
-        """Over 0 while an optimizer's `step` runs."""
+        self._stepping: list[int] = []
+        """Identities of the optimizers whose `step` runs, the outermost first."""
+        self._in_closure = False
         self.found_gradients: set[tuple[str, str]] = set()
         """(root, path) of every parameter that an optimizer found a gradient of."""
         self.running: tuple[StepBuilder, str] | None = None
@@ -74,7 +76,7 @@ class OptimizerHooks:
 
     def remove(self) -> None:
         """Put everything back."""
-        if not self.depth:  # in a step PyTorch is going through its hooks; while nothing records, ours do nothing
+        if not self._stepping:  # in a step PyTorch is going through its hooks; while nothing records, ours do nothing
             for handle in self._handles:
                 handle.remove()
         self._handles = []
@@ -89,8 +91,19 @@ class OptimizerHooks:
         """Know an optimizer; return its label."""
         label = self._labels.get(optimizer)
         if label is None:
-            label = self._labels[optimizer] = self._recorder.registry.label(optimizer)
+            label = self._inherited_label(optimizer) or self._recorder.registry.label(optimizer)
+            self._labels[optimizer] = label
         return label
+
+    def _inherited_label(self, optimizer: Optimizer) -> str | None:
+        """Return the label of the optimizer that this one takes the place of: same class, same parameters."""
+        own = _parameter_ids(optimizer)
+        for other, label in self._labels.items():
+            if type(other) is type(optimizer) and own and _parameter_ids(other) == own:
+                del self._labels[other]
+                self._recorder.registry.pass_on(label, optimizer)
+                return label
+        return None
 
     @paused
     def _add_scaler(self, scaler: Any) -> None:
@@ -104,9 +117,11 @@ class OptimizerHooks:
 
     @paused
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self.depth += 1
         recorder = self._recorder
-        if not recorder.is_active or self.depth > 1:
+        if id(optimizer) in self._stepping:  # an earlier step of its own ended by an exception
+            self.forget_stepping()
+        self._stepping.append(id(optimizer))
+        if not recorder.is_active or len(self._stepping) > 1:
             return None
         label = self.add(optimizer)
         self.name_parameters(optimizer, label)
@@ -121,7 +136,11 @@ class OptimizerHooks:
 
         @skip_frame
         def evaluated() -> Any:
-            loss = closure()
+            self._in_closure = True
+            try:
+                loss = closure()
+            finally:
+                self._in_closure = False
             paused(self._record_gradients)(self._recorder.current, optimizer)
             return loss
 
@@ -131,16 +150,28 @@ class OptimizerHooks:
 
     @paused
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.depth = max(0, self.depth - 1)
-        if self.depth == 0:
-            self.running = None
-        if self._recorder.is_active and self.depth == 0:
+        if id(optimizer) in self._stepping:
+            del self._stepping[self._stepping.index(id(optimizer)) :]
+        if self._stepping:
+            return
+        self.running = None
+        if self._recorder.is_active:
             self._recorder.leave_optimizer()
+
+    def forget_stepping(self) -> None:
+        """No optimizer steps any more: one that did ended by an exception, and PyTorch said nothing."""
+        self._stepping.clear()
+        self.running = None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a training forward that begins now shows that a step under way has ended by an exception."""
+        return bool(self._stepping) and not self._in_closure
 
     def name_parameters(self, optimizer: Optimizer, label: str) -> None:
         """Give those parameters a name that belong to no module."""
         registry = self._recorder.registry
-        for group_index, group in enumerate(optimizer.param_groups):
+        for group_index, group in enumerate(_groups(optimizer)):
             for index, parameter in enumerate(group["params"]):
                 registry.add_free_parameter(parameter, label, f"params.{group_index}.{index}")
 
@@ -148,7 +179,7 @@ class OptimizerHooks:
         """Record what the optimizer finds, last layer first: the order in which backward made it."""
         recorder = self._recorder
         gradients = []
-        for group in optimizer.param_groups:
+        for group in _groups(optimizer):
             for parameter in group["params"]:
                 name = recorder.parameter_name(parameter)
                 if parameter.grad is not None and name is not None:
@@ -162,7 +193,7 @@ class OptimizerHooks:
         builder.add_tensors(sites)
 
     def _record_scalars(self, builder: StepBuilder, optimizer: Optimizer, label: str) -> None:
-        for index, group in enumerate(optimizer.param_groups):
+        for index, group in enumerate(_groups(optimizer)):
             path = str(index)
             occurrence = builder.count(Phase.SCALAR, label, path, "", False)
             for key, value in group.items():
@@ -184,18 +215,22 @@ class OptimizerHooks:
         """Return (label, state) of every living optimizer, in a fixed order."""
         for optimizer, label in self._labels.items():
             self.name_parameters(optimizer, label)
-        return sorted(((label, optimizer.state) for optimizer, label in self._labels.items()), key=lambda held: held[0])
+        return sorted(
+            ((label, getattr(optimizer, "state", {})) for optimizer, label in self._labels.items()),
+            key=lambda held: held[0],
+        )
 
     def living(self) -> list[Optimizer]:
         """Return every optimizer that is in memory."""
-        return list(self._labels)
+        return [optimizer for optimizer, _ in self._labels.items()]
 
     def states(self, holdings: list[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[str, str, str, Any]]:
         """Yield (root, path, key, value) of everything in optimizers' states."""
         for label, holding in holdings:
-            for parameter, state in holding.items():
+            for index, (parameter, state) in enumerate(holding.items()):
                 if not isinstance(parameter, torch.Tensor):  # state that belongs to no parameter
-                    yield label, "", str(parameter), state
+                    is_name = isinstance(parameter, (str, int))
+                    yield label, "", str(parameter) if is_name else f"{type(parameter).__name__}.{index}", state
                     continue
                 name = self._recorder.parameter_name(parameter)
                 if name is not None and isinstance(state, dict):
@@ -206,8 +241,17 @@ class OptimizerHooks:
         """Yield (label, path, tensor) of parameters that belong to no module."""
         for optimizer, label in sorted(self._labels.items(), key=lambda item: item[1]):
             self.name_parameters(optimizer, label)
-            for group in optimizer.param_groups:
+            for group in _groups(optimizer):
                 for parameter in group["params"]:
                     name = self._recorder.parameter_name(parameter)
                     if name is not None and name[0] == label:
                         yield *name, parameter
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return an optimizer's groups; a wrapper may be an Optimizer in name only and have none."""
+    return getattr(optimizer, "param_groups", None) or []
+
+
+def _parameter_ids(optimizer: Optimizer) -> list[int]:
+    return [id(parameter) for group in _groups(optimizer) for parameter in group["params"]]

@@ -13,21 +13,25 @@ not; or at `step()`; or at the end of the program, or just before the model is g
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from bitcheck.errors import BitcheckError, UsageError
+from bitcheck.errors import BitcheckError, RecordingError, UsageError
 from bitcheck.events import Level, Phase, Site, StepKind
 from bitcheck.hooks.collectives import CollectiveHooks
+from bitcheck.hooks.dynamo import on_error, paused
 from bitcheck.hooks.gradients import GradientHooks
-from bitcheck.hooks.modules import ModuleHooks, named_tensors
-from bitcheck.hooks.naming import ModuleName, Registry
+from bitcheck.hooks.modules import ModuleHooks, in_backward, named_tensors
+from bitcheck.hooks.naming import ModuleName, Registry, walk
 from bitcheck.hooks.ops import OpHooks
 from bitcheck.hooks.optimizers import OptimizerHooks
 from bitcheck.hooks.rng import generator_states
@@ -37,7 +41,7 @@ from bitcheck.hooks.writer import StepWriter, Store
 if TYPE_CHECKING:
     from bitcheck.hooks.device_digest import Digester
 
-Trackable = torch.Tensor | Mapping[str, Any] | list[Any] | tuple[Any, ...]
+Trackable = nn.Module | torch.Tensor | Mapping[str, Any] | list[Any] | tuple[Any, ...]
 
 _active: Recorder | None = None
 
@@ -93,6 +97,8 @@ class Recorder:
         self._has_initial: set[tuple[str, str, str]] = set()
         self._stepped = False
         self._is_stopped = False
+        self._pid = 0
+        self._training_threads: set[int] = set()
         self._held: _Held | None = None
         self.modules = ModuleHooks(self)
         self.gradients = GradientHooks(self)
@@ -123,6 +129,9 @@ class Recorder:
             )
         _active = self
         self.is_active = True
+        self._pid = os.getpid()
+        _watch_forks()
+        on_error.append(self._own_mistake)
         self.modules.install()
         self.gradients.install()
         self.optimizers.install(search_optimizers)
@@ -133,20 +142,30 @@ class Recorder:
 
     def stop(self, status: str = "complete") -> None:
         """End the step that is open, write what waits, detach. Does nothing the second time."""
-        if self._is_stopped:
+        if self._is_stopped or self._pid not in (0, os.getpid()):
             return
         self._is_stopped = True
-        if self._writer is not None and self._trouble is None and self.is_active:
-            self._finish()
+        try:
+            if self._writer is not None and self._trouble is None and self.is_active:
+                self._finish()
+        finally:
+            self.detach()
+            if self._writer is not None:
+                self._writer.close(status)
+
+    def abandon(self) -> None:
+        """In a forked child: record nothing, leave the parent's file and thread alone."""
         self.detach()
-        if self._writer is not None:
-            self._writer.close(status)
+        self._writer = None
+        self._is_stopped = True
 
     def detach(self) -> None:
         """Take everything out of PyTorch again, at once; what waits to be written is left waiting."""
         global _active
         self.is_active = False
         self._held = None
+        if self._own_mistake in on_error:
+            on_error.remove(self._own_mistake)
         if self.ops is not None:
             self.ops.remove()
         if self.collectives is not None:
@@ -189,8 +208,9 @@ class Recorder:
 
         A tensor, a (nested) mapping or sequence of tensors, or a callable that returns one of
         these; the callable is asked when the state is taken, and may wait for whoever writes it.
+        A module stands for its state dict. Numbers and strings count as well.
         """
-        self._tracked[name] = tensors
+        self._tracked[name] = tensors.state_dict if isinstance(tensors, nn.Module) else tensors
 
     # --- what the sources of events ask
 
@@ -199,8 +219,9 @@ class Recorder:
         name = self.registry.name_of(module)
         if name is None:
             name = self.registry.add_root(module)
-            for parameter in module.parameters():
-                self._forward_order.setdefault(id(parameter), len(self._forward_order))
+            for _, child, _ in walk(module):
+                for parameter in child._parameters.values():
+                    self._forward_order.setdefault(id(parameter), len(self._forward_order))
             if self._initial is not None:
                 self._take_state(self._initial, self._has_initial)
         return name
@@ -216,6 +237,8 @@ class Recorder:
     def enter_forward(self, is_training: bool) -> None:
         """An outermost module is about to be called."""
         with self._lock:
+            if is_training and self.optimizers.is_stale:
+                self.optimizers.forget_stepping()
             if is_training and torch.is_grad_enabled():
                 self._claim()
             if self._stepped:
@@ -229,8 +252,24 @@ class Recorder:
                 builder.has_training_forward = True
             self._record_generators(builder)
 
+    def note_backward(self) -> None:
+        """A loss is about to go backward: the step trains, whatever mode its modules were in."""
+        self._training_threads.add(threading.get_ident())
+        with self._lock:
+            self._claim()
+            if not self.current.has_training_forward and not self.optimizers.running:
+                self._close_step()
+                self._begin_initial(self.current)
+                self.current.has_training_forward = True
+
+    def trains_here(self) -> bool:
+        """Whether this thread trains: the main one, and any that ran a backward or an optimizer."""
+        own = threading.get_ident()
+        return own in self._training_threads or own == threading.main_thread().ident or in_backward()
+
     def enter_optimizer(self, has_closure: bool) -> StepBuilder:
         """An optimizer is about to step; return the step that it belongs to."""
+        self._training_threads.add(threading.get_ident())
         with self._lock:
             self._claim()
             if has_closure and self._stepped:  # its forward is the next step's first
@@ -287,7 +326,12 @@ class Recorder:
                 raise
             return
         self._writer = StepWriter(store, self._fail)
-        self._on_first_step()
+        try:
+            self._on_first_step()
+        except BitcheckError as error:
+            self._fail(error)
+            if self._is_strict:
+                raise
 
     def _fail(self, error: BitcheckError) -> None:
         """Stop recording, let the training go on; called by the writer's thread."""
@@ -296,6 +340,19 @@ class Recorder:
             self.is_active = False
             self._held = None
         self._on_trouble(error)
+
+    def _own_mistake(self, error: Exception) -> None:
+        """Something went wrong in the recorder itself, or in what it asked of the program's objects."""
+        if self._is_strict:
+            raise error
+        if self.is_active:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            self._fail(
+                RecordingError(
+                    f"step {self.current.step}: recording failed at {Path(where.filename).name}:{where.lineno}: "
+                    f"{type(error).__name__}: {error}"
+                )
+            )
 
     def _begin_initial(self, builder: StepBuilder) -> None:
         if self._has_initial or not builder.is_kept:
@@ -355,6 +412,7 @@ class Recorder:
         for name, state in generator_states():
             builder.add_bytes(Site(Phase.RNG, "", name, "state"), state)
 
+    @paused
     def _take_state(self, builder: StepBuilder, taken: set[tuple[str, str, str]]) -> None:
         """Record parameters, buffers, optimizer state and tracked tensors that `taken` lacks."""
         held = self._held
@@ -386,8 +444,16 @@ class Recorder:
             key = (Phase.EXTRA.value, "", name)
             if key not in taken:
                 taken.add(key)
-                found = named_tensors(tracked() if callable(tracked) else tracked, "value")
-                builder.add_tensors([(Site(Phase.EXTRA, "", name, slot), tensor) for slot, tensor in found])
+                try:
+                    value = _asked(tracked) if callable(tracked) else tracked
+                except Exception as error:  # noqa: BLE001  the program's own code: told, and the training goes on
+                    builder.miss(f"what is tracked as {name}: {type(error).__name__}: {error}")
+                    continue
+                if _holds_tensors_only(value):
+                    found = named_tensors(value, "value")
+                    builder.add_tensors([(Site(Phase.EXTRA, "", name, slot), tensor) for slot, tensor in found])
+                else:
+                    builder.add_value(Site(Phase.EXTRA, "", name, "value"), value)
 
     def living_tensors(self) -> list[tuple[Phase, str, str, torch.Tensor]]:
         """Return (phase, root, path, tensor) of every parameter and buffer that is in memory."""
@@ -425,21 +491,55 @@ class _Held:
         self.holdings = recorder.optimizers.holdings()
         self.is_last_chance = False
         self._recorder = weakref.ref(recorder)
-        modules = [module for _, reference in recorder.registry.roots if (module := reference()) is not None]
-        self._watched = [
-            weakref.ref(holder, self._gone)
-            for holder in [*modules, *recorder.optimizers.living()]
-            if not isinstance(holder, nn.Module) or any(True for _ in holder.parameters())
+        trained = {root for root, _ in recorder.optimizers.found_gradients}
+        modules = [
+            module
+            for label, reference in recorder.registry.roots
+            if label in trained and (module := reference()) is not None
         ]
+        self._watched = [weakref.ref(holder, self._gone) for holder in [*modules, *recorder.optimizers.living()]]
 
     def _gone(self, _: object) -> None:
         recorder = self._recorder()
         if recorder is None or recorder._held is not self or not recorder.is_active:
             return
-        self.is_last_chance = True
-        if recorder._stepped:
-            recorder._open_next()
-        recorder._close_step()
+        if not recorder._lock.acquire(blocking=False):
+            return  # another thread is at the end of this very step
+        try:
+            self.is_last_chance = True
+            if recorder._stepped:
+                recorder._open_next()
+            recorder._close_step()
+        finally:
+            recorder._lock.release()
+
+
+def _asked(tracked: Callable[[], Any]) -> Any:
+    """Ask the program for what it tracks, as it would run by itself."""
+    with torch._C._EnableTorchFunction():
+        return tracked()
+
+
+def _holds_tensors_only(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_holds_tensors_only, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_holds_tensors_only, value))
+    return isinstance(value, torch.Tensor)
+
+
+_watches_forks: list[bool] = []
+
+
+def _watch_forks() -> None:
+    if not _watches_forks:
+        _watches_forks.append(True)
+        os.register_at_fork(after_in_child=_after_fork)
+
+
+def _after_fork() -> None:
+    if _active is not None:
+        _active.abandon()
 
 
 def _tell(error: BitcheckError) -> None:

@@ -37,12 +37,17 @@ class StepWriter:
         self._on_error = on_error
         self._queue: queue.Queue[StepBuilder | None] = queue.Queue(MAX_WAITING_STEPS)
         self.error: BitcheckError | None = None
+        self._late: list[StepBuilder] = []
         self._thread = threading.Thread(target=self._run, name="bitcheck-writer", daemon=True)
         self._thread.start()
 
     def put(self, builder: StepBuilder) -> None:
         """Hand a step over; waits while the queue is full."""
-        if self.error is None:
+        if self.error is not None:
+            return
+        if threading.current_thread() is self._thread:  # a model that is collected while a step is being written
+            self._late.append(builder)
+        else:
             self._queue.put(builder)
 
     def drain(self) -> None:
@@ -61,11 +66,15 @@ class StepWriter:
 
     def _run(self) -> None:
         while (builder := self._queue.get()) is not None:
-            if self.error is None:
-                self._write(builder)
+            self._write(builder)
+            while self._late:
+                self._write(self._late.pop(0))
             self._queue.task_done()
+        self._queue.task_done()
 
     def _write(self, builder: StepBuilder) -> None:
+        if self.error is not None:
+            return
         try:
             self._store.append(builder.finish())
         except BitcheckError as error:
