@@ -74,7 +74,7 @@ class _Comparison:
         findings = search.find()
         if findings is None:
             return self._incomparable(NOTHING_IN_COMMON)
-        if not totals.steps and not findings.origins and not totals.ended_early:
+        if not totals.steps and not findings.origins:
             return self._incomparable(self._no_step_in_common())
         self._complete(findings)
         return Answer(
@@ -130,6 +130,18 @@ class _Comparison:
             span = "no step" if facts.first_step is None else f"steps {facts.first_step} to {facts.last_step}"
             spans.append(f"the {name} has {span}")
         limit = "" if self.until is None else f" up to step {self.until}"
+        ended = [
+            f"the {name} is {run.status}"
+            for name, run in (("baseline", self.baseline), ("candidate", self.candidate))
+            if str(run.status) != FINISHED
+        ]
+        if ended:
+            return (
+                f"The runs have no whole training step in common{limit}: {spans[0]}, {spans[1]}; "
+                f"{' and '.join(ended)}.\n"
+                "See what was printed when the run was recorded: its program or its recording ended too early. Then "
+                "record it again."
+            )
         return (
             f"The runs have no training step in common{limit}: {spans[0]}, {spans[1]}.\n"
             "Record runs that overlap; give a resumed run its number with --start-step."

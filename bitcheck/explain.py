@@ -280,8 +280,10 @@ def _gradient(first: Origin, where: str, findings: Findings) -> list[str]:
         )
     else:
         sentences.append(
-            f"Level {findings.level} cannot tell the forward from the backward pass here"
-            + ("; the equal loss speaks for the backward pass." if "the loss" in agreed else ".")
+            f"Level {findings.level} cannot tell the forward from the backward pass here: a difference in the low bits "
+            "of the forward pass can vanish in the loss."
+            if "the loss" in agreed
+            else f"Level {findings.level} cannot tell the forward from the backward pass here."
         )
     return sentences
 

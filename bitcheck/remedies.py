@@ -119,7 +119,8 @@ REMEDIES: tuple[Remedy, ...] = (
     Remedy(
         _only(Cause.INITIAL_STATE),
         "Seed before the model is built (torch.manual_seed, and python's and numpy's generators where they are used), "
-        "build on one device and in one order, and load the same weights.",
+        "build on one device and in one order, and load the same weights. If one of the runs was resumed from a "
+        "checkpoint, record it with --start-step N: then it is compared with the other's state at that step.",
     ),
     Remedy(
         _only(Cause.COLLECTIVE),

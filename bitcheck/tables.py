@@ -134,7 +134,7 @@ class Tables:
             until=self.until,
             with_fragments=(ours.status, theirs.status) == (FINISHED, FINISHED),
         )
-        self._count(rows, ours.table, rank)
+        self._count(rows, ours.table, theirs.table, rank)
         self._find_early_end(ours, theirs, rank)
         found = self._compare_roots(rows, ours.table, theirs.table)
         if found is not None:
@@ -161,14 +161,15 @@ class Tables:
         self.baseline.close_rank(rank)
         self.candidate.close_rank(rank)
 
-    def _count(self, rows: RowPairs, table: npt.NDArray[Any], rank: int) -> None:
+    def _count(self, rows: RowPairs, table: npt.NDArray[Any], other: npt.NDArray[Any], rank: int) -> None:
         totals = self.totals
         steps = rows.steps[rows.kinds == int(StepKind.STEP)]
         totals.num_pairs += len(rows)
         totals.ranks += bool(len(rows))
         totals.steps = max(totals.steps, len(steps))
-        totals.events += int(table["num_events"][rows.baseline].sum())
-        totals.bytes += int(table["num_bytes"][rows.baseline].sum())
+        # An initial snapshot is compared with a whole step's end state: what both have counts.
+        totals.events += int(np.minimum(table["num_events"][rows.baseline], other["num_events"][rows.candidate]).sum())
+        totals.bytes += int(np.minimum(table["num_bytes"][rows.baseline], other["num_bytes"][rows.candidate]).sum())
         if len(steps):
             first, last = int(steps[0]), int(steps[-1])
             totals.first_step = first if totals.first_step is None else min(first, totals.first_step)
