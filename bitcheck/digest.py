@@ -29,6 +29,7 @@ This module knows bytes, not torch. Its place in the flow: tensor -> *digest* ->
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -48,7 +49,8 @@ xxh3_128: Callable[[Any], bytes] = xxhash.xxh3_128_digest
 """XXH3-128, seed 0, as 16 canonical (big-endian) bytes."""
 
 
-def digest_header(dtype: str, shape: Sequence[int], num_bytes: int) -> bytes:
+@lru_cache(maxsize=65_536)
+def digest_header(dtype: str, shape: tuple[int, ...], num_bytes: int) -> bytes:
     """Return the header bytes that a digest covers before its leaves.
 
     `dtype` is the name without a package, as in "bfloat16" or "float8_e4m3fn"; `num_bytes` counts
@@ -76,7 +78,7 @@ def digest_leaves(data: np.ndarray) -> bytes:
 
 def digest_from_leaves(dtype: str, shape: Sequence[int], num_bytes: int, leaves: bytes) -> bytes:
     """Return the digest of a tensor whose leaf digests are known, 16 bytes."""
-    return xxh3_128(digest_header(dtype, shape, num_bytes) + leaves)
+    return xxh3_128(digest_header(dtype, tuple(shape), num_bytes) + leaves)
 
 
 def digest_bytes(dtype: str, shape: Sequence[int], data: np.ndarray) -> tuple[bytes, bytes]:

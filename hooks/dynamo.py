@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -37,9 +38,16 @@ on_error: list[Callable[[Exception], None]] = []
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+_skipped: set[CodeType] = set()
+"""Frames that were marked; marking one again would only cost time."""
+
+
 def skip_frame(function: F) -> F:
     """Have TorchDynamo pass over the function's own frame, but look at those that it calls."""
     code = function.__code__
+    if code in _skipped:
+        return function
+    _skipped.add(code)
     if hasattr(_dynamo, "set_code_exec_strategy"):
         action = _dynamo._FrameAction
         _dynamo.set_code_exec_strategy(code, _dynamo._FrameExecStrategy(action.SKIP, action.DEFAULT))

@@ -18,6 +18,7 @@ node of the view's base. Neither kind of hook changes a bit or keeps a tensor.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from bisect import bisect_right
@@ -172,14 +173,14 @@ class GradientHooks:
             self._tracked, self._views, self._groups, self._owners = {}, {}, {}, None
 
     def _catch(self, node: Node, outputs: dict[int, Tracked]) -> None:
-        @paused
-        def caught(gradients: Sequence[torch.Tensor | None]) -> None:
-            for index, tracked in outputs.items():
-                gradient = gradients[index] if index < len(gradients) else None
-                if gradient is not None:
-                    self._record(tracked, gradient)
+        node.register_prehook(functools.partial(self._caught, outputs))
 
-        node.register_prehook(caught)
+    @paused
+    def _caught(self, outputs: dict[int, Tracked], gradients: Sequence[torch.Tensor | None]) -> None:
+        for index, tracked in outputs.items():
+            gradient = gradients[index] if index < len(gradients) else None
+            if gradient is not None:
+                self._record(tracked, gradient)
 
     # --- backward: the plan
 

@@ -153,8 +153,11 @@ class Recorder:
             if self._writer is not None:
                 self._writer.close(status)
 
-    def abandon(self) -> None:
-        """In a forked child: record nothing, leave the parent's file and thread alone."""
+    def go_on_after_fork(self) -> None:
+        """In a forked child: record nothing where the parent has begun to, and leave its file and thread alone."""
+        if not self.has_started:
+            self._pid = os.getpid()  # either of the two may be the one that trains
+            return
         self.detach()
         self._writer = None
         self._is_stopped = True
@@ -539,7 +542,7 @@ def _watch_forks() -> None:
 
 def _after_fork() -> None:
     if _active is not None:
-        _active.abandon()
+        _active.go_on_after_fork()
 
 
 def _tell(error: BitcheckError) -> None:

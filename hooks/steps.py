@@ -18,6 +18,7 @@ from bitcheck.errors import DigestError
 from bitcheck.events import Event, Group, Phase, Site, StepKind, StepRecord
 from bitcheck.hooks.tensors import (
     PlainValue,
+    digest_plain,
     digest_tensor,
     digest_value,
     dtype_name,
@@ -133,18 +134,15 @@ class StepBuilder:
         unobserved = self.record.unobserved
         unobserved[sentence] = unobserved.get(sentence, 0) + count
 
-    def add_tensor(
-        self, site: Site, tensor: torch.Tensor, group: int = -1, inputs: Iterable[int] = (), what: str = ""
-    ) -> list[int]:
+    def add_tensor(self, site: Site, tensor: torch.Tensor, group: int = -1, inputs: Iterable[int] = ()) -> list[int]:
         """Record a tensor as it is now; return its events, one for each part that it is stored in."""
-        return self.add_tensors([(site, tensor)], group, inputs, what)
+        return self.add_tensors([(site, tensor)], group, inputs)
 
     def add_tensors(
         self,
         tensors: Sequence[tuple[Site, torch.Tensor]],
         group: int = -1,
         inputs: Iterable[int] = (),
-        what: str = "",
     ) -> list[int]:
         """Record many tensors at once, which is one launch on a device."""
         if not self.is_kept:
@@ -159,6 +157,13 @@ class StepBuilder:
                     sources = tuple(dict.fromkeys((*given, *wrote)))
                 else:
                     sources = given
+                plain = digest_plain(tensor)
+                if plain is not None:
+                    dtype, (digest, leaves) = plain
+                    added.append(len(events))
+                    shape = tuple(tensor.shape)
+                    events.append(Event(site, dtype, shape, tensor.nbytes, digest, leaves, group, sources))
+                    continue
                 for suffix, part in tensor_parts(tensor):
                     own = site._replace(slot=site.slot + suffix) if suffix else site
                     index = len(events)

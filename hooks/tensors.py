@@ -314,6 +314,27 @@ def _fetch(tensor: torch.Tensor) -> Bytes:
         return data
 
 
+def digest_plain(tensor: torch.Tensor) -> tuple[str, Digest] | None:
+    """Return (dtype's name, digest) of a contiguous CPU tensor; None for any other, which takes the long way.
+
+    What nearly every tensor of a program is, so it is asked in as few words as can be. To be called with
+    `__torch_function__` off.
+    """
+    if type(tensor) not in _PLAIN_TYPES or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return None
+    if tensor.is_nested or tensor.is_quantized or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    num_bytes = tensor.nbytes
+    if not num_bytes or _is_functorch(tensor):
+        return None
+    address = tensor.data_ptr()
+    if not address or tensor.storage_offset() * tensor.itemsize + num_bytes > tensor.untyped_storage().nbytes():
+        return None
+    name = _dtype_names.get(tensor.dtype) or dtype_name(tensor)
+    interface = {"data": (address, True), "shape": (num_bytes,), "typestr": "|u1", "version": 3}
+    return name, digest_bytes(name, tensor.shape, np.asarray(_Window(tensor, interface)))
+
+
 def digest_tensor(tensor: torch.Tensor) -> Digest:
     """Return (digest, leaf digests) of one strided piece as it is at this moment, any device.
 
