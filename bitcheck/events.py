@@ -145,6 +145,8 @@ class Event:
     """Indices in the step's events of everything it was computed from, as far as it was observed."""
     value: str | None = None
     """`repr` of a Python value (phase `scalar`, non-tensor optimizer state), for people."""
+    placement: str = ""
+    """Which part of a tensor that several ranks hold this is (`bitcheck.placements`); "" where it is not known."""
 
 
 @dataclass(slots=True)
@@ -159,3 +161,92 @@ class StepRecord:
     """What was seen to escape observation in this step: a sentence -> how many times."""
     remarks: tuple[str, ...] = ()
     """Other facts for a reader: "recompute of blocks.0.drop differs from its forward", ..."""
+
+
+class StepColumns:
+    """A step with a list for each field of its events: what a recorder fills and a rank's file takes.
+
+    A step at level `op` has tens of thousands of events. As objects each they would be looked at by
+    every pass of Python's cyclic garbage collector, which then costs the training more than the
+    digests do; strings, bytes, numbers and tuples of these are not.
+    """
+
+    __slots__ = (
+        "digests", "dtypes", "group_of", "groups", "inputs", "kind", "leaves", "num_bytes", "placements",
+        "remarks", "shapes", "sites", "step", "unobserved", "values",
+    )  # fmt: skip
+
+    def __init__(self, step: int, kind: StepKind) -> None:
+        self.step = step
+        self.kind = kind
+        self.sites: list[Site] = []
+        self.dtypes: list[str] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self.num_bytes: list[int] = []
+        self.digests: list[bytes] = []
+        self.leaves: list[bytes] = []
+        self.group_of: list[int] = []
+        self.inputs: list[tuple[int, ...]] = []
+        self.values: dict[int, str] = {}
+        """Event -> `repr` of a Python value, in the order of the events."""
+        self.placements: dict[int, str] = {}
+        """Event -> its placement, where it has one."""
+        self.groups: list[Group] = []
+        self.unobserved: dict[str, int] = {}
+        self.remarks: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        """Return the number of events."""
+        return len(self.sites)
+
+    def add(
+        self,
+        site: Site,
+        dtype: str,
+        shape: tuple[int, ...],
+        num_bytes: int,
+        digest: bytes,
+        leaves: bytes = b"",
+        group: int = -1,
+        inputs: tuple[int, ...] = (),
+    ) -> int:
+        """Add an event, its fields as in `Event`; return its index."""
+        index = len(self.sites)
+        self.sites.append(site)
+        self.dtypes.append(dtype)
+        self.shapes.append(shape)
+        self.num_bytes.append(num_bytes)
+        self.digests.append(digest)
+        self.leaves.append(leaves)
+        self.group_of.append(group)
+        self.inputs.append(inputs)
+        return index
+
+    @classmethod
+    def of(cls, record: StepRecord) -> StepColumns:
+        """Return a record's columns."""
+        columns = cls(record.step, record.kind)
+        for index, event in enumerate(record.events):
+            columns.add(
+                event.site, event.dtype, event.shape, event.num_bytes, event.digest, event.leaves, event.group,
+                event.inputs,
+            )  # fmt: skip
+            if event.value is not None:
+                columns.values[index] = event.value
+            if event.placement:
+                columns.placements[index] = event.placement
+        columns.groups, columns.unobserved, columns.remarks = list(record.groups), record.unobserved, record.remarks
+        return columns
+
+    def to_record(self) -> StepRecord:
+        """Return the step as a record, an object an event."""
+        fields = zip(
+            self.sites, self.dtypes, self.shapes, self.num_bytes, self.digests, self.leaves, self.group_of, self.inputs,
+            strict=True,
+        )  # fmt: skip
+        events = [Event(*field) for field in fields]
+        for index, value in self.values.items():
+            events[index].value = value
+        for index, placement in self.placements.items():
+            events[index].placement = placement
+        return StepRecord(self.step, self.kind, events, self.groups, self.unobserved, self.remarks)

@@ -46,6 +46,7 @@ class MemoryStep:
         self.sites: list[Site] = [event.site for event in events]
         self.dtypes: list[str] = [event.dtype for event in events]
         self.shapes: list[tuple[int, ...]] = [event.shape for event in events]
+        self.placements: list[str] = [event.placement for event in events]
         self.num_bytes: npt.NDArray[Any] = np.array([event.num_bytes for event in events], np.int64)
         joined = b"".join(event.digest for event in events)
         self.digests: npt.NDArray[np.uint8] = np.frombuffer(joined, np.uint8).reshape(len(events), 16)

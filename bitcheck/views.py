@@ -46,6 +46,8 @@ class StepView(Protocol):
     @property
     def shapes(self) -> Sequence[tuple[int, ...]]: ...
     @property
+    def placements(self) -> Sequence[str]: ...
+    @property
     def num_bytes(self) -> npt.NDArray[Any]:
         """int64 [n]."""
 

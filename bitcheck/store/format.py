@@ -76,7 +76,14 @@ SITE_ROW = np.dtype(
 )
 GROUP_ROW = np.dtype([("kind", "<u4"), ("root", "<u4"), ("path", "<u4"), ("op", "<u4")])
 TENSOR_ROW = np.dtype(
-    [("dtype", "<u4"), ("shape", "<u4"), ("num_bytes", "<u8"), ("num_leaves", "<u4"), ("has_value", "u1")]
+    [
+        ("dtype", "<u4"),
+        ("shape", "<u4"),
+        ("num_bytes", "<u8"),
+        ("num_leaves", "<u4"),
+        ("has_value", "u1"),
+        ("placement", "<u4"),  # string + 1, 0 for none; files of before there were any lack the field
+    ]
 )
 LAYOUT_ROW = np.dtype(
     [
@@ -148,7 +155,7 @@ def open_read_only(path: Path) -> tuple[h5f.FileID, UnfinishedFile | None]:
 def read_rows(dataset: h5d.DatasetID, name: str, first: int, count: int) -> np.ndarray:
     """Return rows [first, first + count) of one of DATASETS; bounds are the caller's to check."""
     dtype, tail, _ = DATASETS[name]
-    rows = np.empty((count, *tail), dtype)
+    rows = np.zeros((count, *tail), dtype)
     if count:
         start, extent = (first, *(0 for _ in tail)), (count, *tail)
         space = dataset.get_space()

@@ -145,23 +145,25 @@ class TensorKind(NamedTuple):
     num_leaves: int
     """Leaf digests kept: all of the tensor's, or 0."""
     has_value: bool
+    placement: str = ""
 
 
 class Meta:
-    """Each event's dtype, shape and size, apart from the layout: a batch size changes them, not the sites.
+    """Each event's dtype, shape, size and placement, apart from the layout: a batch size changes them, not the sites.
 
-    dtypes, shapes   lists of n
+    dtypes, shapes, placements   lists of n
     num_bytes        int64 [n]
     leaf_ptr         int64 [n + 1]: event i's leaves are [leaf_ptr[i], leaf_ptr[i + 1]) of the step's
     value_of         event index -> position among the step's values
     hash             16 bytes over all of it
     """
 
-    __slots__ = ("dtypes", "hash", "leaf_ptr", "num_bytes", "shapes", "total_bytes", "value_of")
+    __slots__ = ("dtypes", "hash", "leaf_ptr", "num_bytes", "placements", "shapes", "total_bytes", "value_of")
 
     def __init__(self, tensors: Sequence[TensorKind]) -> None:
         self.dtypes = [tensor.dtype for tensor in tensors]
         self.shapes = [tensor.shape for tensor in tensors]
+        self.placements = [tensor.placement for tensor in tensors]
         sizes = [tensor.num_bytes for tensor in tensors]
         self.total_bytes = sum(sizes)
         if self.total_bytes >= 2**63 or any(size < 0 for size in sizes):
@@ -216,7 +218,7 @@ def decode_notes(text: str) -> tuple[dict[str, int], tuple[str, ...]]:
 
 
 def _tensor_digest(tensor: TensorKind) -> bytes:
-    return xxh3_128_digest(json.dumps(tensor).encode("ascii"))
+    return xxh3_128_digest(json.dumps(tensor if tensor.placement else tensor[:5]).encode("ascii"))
 
 
 def _utf8(text: str) -> bytes:

@@ -237,13 +237,14 @@ class RankReader(RankFile):
         tensors = self._rows_at("tensors", numbers)
         meta = Meta(
             [
-                TensorKind(dtype, _parse_shape(shape), num_bytes, num_leaves, bool(has_value))
-                for dtype, shape, num_bytes, num_leaves, has_value in zip(
+                TensorKind(dtype, _parse_shape(shape), num_bytes, num_leaves, bool(has_value), placement)
+                for dtype, shape, num_bytes, num_leaves, has_value, placement in zip(
                     self._texts(tensors["dtype"]),
                     self._texts(tensors["shape"]),
                     tensors["num_bytes"].tolist(),
                     tensors["num_leaves"].tolist(),
                     tensors["has_value"].tolist(),
+                    self._placements(tensors["placement"]),
                     strict=True,
                 )
             ]
@@ -251,6 +252,14 @@ class RankReader(RankFile):
         if meta.hash != row["hash"].tobytes():
             raise ValueError("its dtypes and shapes were changed")
         return meta
+
+    def _placements(self, numbers: np.ndarray) -> list[str]:
+        """Return the placements that a column of `tensors` names."""
+        if not numbers.any():
+            return [""] * len(numbers)
+        known = numbers > 0
+        texts = iter(self._texts(numbers[known] - 1))
+        return [next(texts) if is_known else "" for is_known in known.tolist()]
 
     def _rows_at(self, name: str, numbers: np.ndarray) -> np.ndarray:
         """Return rows of an interned table by their numbers."""

@@ -13,7 +13,7 @@ class LoadedStep:
 
     step, kind        its number, StepKind
     sites             list of n Site; keys: their canonical text
-    dtypes, shapes    lists of n; num_bytes int64 [n]
+    dtypes, shapes, placements   lists of n; num_bytes int64 [n]
     digests           uint8 [n, 16]
     groups            list of Group; group_of int32 [n], -1 for observed state
     input_ptr         int64 [n + 1], inputs int32: event i was computed from
@@ -41,6 +41,7 @@ class LoadedStep:
         self.sites, self.keys, self.groups = layout.sites, layout.keys, layout.groups
         self.group_of, self.input_ptr, self.inputs = layout.group_of, layout.input_ptr, layout.inputs
         self.dtypes, self.shapes, self.num_bytes = meta.dtypes, meta.shapes, meta.num_bytes
+        self.placements = meta.placements
         self.digests = digests
         self.unobserved, self.remarks = notes
         self._leaves, self._values = leaves, values
@@ -72,6 +73,7 @@ class LoadedStep:
                 group=int(self.group_of[index]),
                 inputs=tuple(self.layout.inputs_of(index).tolist()),
                 value=self.value(index),
+                placement=self.placements[index],
             )
             for index, site in enumerate(self.sites)
         ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from operator import attrgetter
+import itertools
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from bitcheck.digest import DIGEST_BYTES, DIGEST_VERSION
 from bitcheck.errors import RecordingError
-from bitcheck.events import PHASES, Event, Group, Level, Site, StepRecord
+from bitcheck.events import PHASES, Level, Site, StepColumns, StepRecord
 from bitcheck.process import this_process
 from bitcheck.store.file import WRITING_ERRORS, GrowingFile, reason_of
 from bitcheck.store.format import DATASETS, SCHEMA, STEP_ROW, row_check
@@ -67,13 +67,14 @@ class RankWriter:
         self._sites = _Interned(self._write_site)
         self._groups = _Interned(self._write_group)
         self._tensors = _Interned(self._write_tensor)
+        self._kinds: dict[tuple[str, tuple[int, ...], int, int, bool, str], TensorKind] = _Kinds()
         self._layout_ids: dict[bytes, int] = {}
         self._meta_ids: dict[bytes, int] = {}
         self._layouts: list[_KnownLayout] = []
         self._metas: list[_KnownMeta] = []
         self._last_values: tuple[list[str], int] = ([], 0)
 
-    def append(self, record: StepRecord) -> None:
+    def append(self, record: StepRecord | StepColumns) -> None:
         """Write one step and flush it: when this returns, no death of the process loses it.
 
         Raises RecordingError where it cannot be written (disk full, folder removed, a record that
@@ -83,7 +84,7 @@ class RankWriter:
             raise RecordingError(self._failure)
         try:
             self._file.size()
-            self._append(record)
+            self._append(record if isinstance(record, StepColumns) else StepColumns.of(record))
         except LayoutError as error:
             raise RecordingError(
                 f"{self.path}: step {record.step} cannot be written: {error}.\n"
@@ -96,17 +97,17 @@ class RankWriter:
         except WRITING_ERRORS as error:
             raise self._fail(f"step {record.step} could not be written", error) from None
 
-    def _append(self, record: StepRecord) -> None:
-        events, columns = record.events, self._columns
-        joined = b"".join([event.digest for event in events])
-        if len(joined) != len(events) * DIGEST_BYTES:
+    def _append(self, record: StepColumns) -> None:
+        columns = self._columns
+        joined = b"".join(record.digests)
+        if len(joined) != len(record) * DIGEST_BYTES:
             raise LayoutError("a digest is not 16 bytes long")
         digests = np.frombuffer(joined, np.uint8).reshape(-1, DIGEST_BYTES)
-        leaves = self._kept_leaves(events)
-        layout_number, layout = self._find_layout(events, record.groups)[:2]
-        meta_number, meta = self._find_meta(events, leaves)[:2]
+        leaves = self._kept_leaves(record)
+        layout_number, layout = self._find_layout(record)[:2]
+        meta_number, meta = self._find_meta(record, leaves)[:2]
         leaf_bytes = b"".join(leaves)
-        values = [events[event].value or "" for event in meta.value_of]
+        values = list(record.values.values())
         notes = encode_notes(record.unobserved, record.remarks)
 
         roots = layout.compute_roots(digests)
@@ -114,7 +115,7 @@ class RankWriter:
         chain = link_chain(self._chain, record.step, record.kind, roots.root, layout.hash, meta.hash, contents)
         row = np.zeros(1, STEP_ROW)
         row["step"], row["kind"] = record.step, record.kind
-        row["num_events"], row["num_bytes"] = len(events), meta.total_bytes
+        row["num_events"], row["num_bytes"] = len(record), meta.total_bytes
         totals = (
             self._totals[0] + meta.total_bytes,
             self._totals[1] + sum(record.unobserved.values()),
@@ -166,36 +167,36 @@ class RankWriter:
         self._failure = f"{self.path}: {what}: {reason_of(error)}; {before}.\nFree some space, and record again."
         return RecordingError(self._failure)
 
-    def _kept_leaves(self, events: Sequence[Event]) -> list[bytes]:
+    def _kept_leaves(self, record: StepColumns) -> list[bytes]:
         limit = self._leaf_limit_bytes
         if limit is None:
-            return [event.leaves for event in events]
-        return [event.leaves if event.num_bytes <= limit else b"" for event in events]
+            return record.leaves
+        return [leaves if size <= limit else b"" for leaves, size in zip(record.leaves, record.num_bytes, strict=True)]
 
-    def _find_layout(self, events: Sequence[Event], groups: list[Group]) -> _KnownLayout:
+    def _find_layout(self, record: StepColumns) -> _KnownLayout:
         """Return the step's layout, known or written now.
 
         A list compares its elements by identity before it compares them by value, so a recorder that
         uses its sites again pays for a comparison of pointers.
         """
-        sites, group_of, inputs = (list(map(get, events)) for get in _LAYOUT_COLUMNS)
-        key: list[list[Any]] = [sites, group_of, inputs, groups]
+        inputs, groups = record.inputs, record.groups
+        key: list[list[Any]] = [record.sites, record.group_of, inputs, groups]
         for position, known in enumerate(self._layouts):
             if known.key == key:
                 if position:
                     self._layouts.insert(0, self._layouts.pop(position))
                 return known
         counts = list(map(len, inputs))
-        input_ptr = np.zeros(len(events) + 1, np.int64)
+        input_ptr = np.zeros(len(record) + 1, np.int64)
         np.cumsum(counts, out=input_ptr[1:])
         layout = Layout(
-            sites,
+            record.sites,
             groups,
-            np.array(group_of, np.int32),
+            np.array(record.group_of, np.int32),
             input_ptr,
             np.array([index for indices in inputs for index in indices], np.int32),
         )
-        known = _KnownLayout(self._layout_number(layout), layout, [*key[:3], list(groups)])
+        known = _KnownLayout(self._layout_number(layout), layout, key)
         self._layouts = [known, *self._layouts[: _KNOWN_LAYOUTS - 1]]
         return known
 
@@ -227,10 +228,9 @@ class RankWriter:
         self._layout_ids[layout.hash] = columns["layouts"].append(rows)
         return self._layout_ids[layout.hash]
 
-    def _find_meta(self, events: Sequence[Event], leaves: list[bytes]) -> _KnownMeta:
-        key = [list(map(get, events)) for get in _META_COLUMNS]
-        key.append(list(map(len, leaves)))
-        key.append([event.value is not None for event in events])
+    def _find_meta(self, record: StepColumns, leaves: list[bytes]) -> _KnownMeta:
+        key: list[list[Any]] = [record.dtypes, record.shapes, record.num_bytes, list(map(len, leaves))]
+        key += [list(record.values), list(record.placements.items())]
         for position, known in enumerate(self._metas):
             if known.key == key:
                 if position:
@@ -238,15 +238,14 @@ class RankWriter:
                 return known
         if any(length % DIGEST_BYTES for length in key[3]):
             raise LayoutError("a leaf digest is not 16 bytes long")
-        kinds = [
-            TensorKind(dtype, tuple(shape), size, length // DIGEST_BYTES, has_value)
-            for dtype, shape, size, length, has_value in zip(*key, strict=True)
-        ]
+        has_value = map(record.values.__contains__, range(len(record)))
+        placements = map(record.placements.get, range(len(record)), itertools.repeat(""))
+        kinds = [self._kinds[fields] for fields in zip(*key[:4], has_value, placements, strict=True)]
         meta = Meta(kinds)
         number = self._meta_ids.get(meta.hash)
         if number is None:
             rows = np.zeros(1, DATASETS["metas"][0])
-            rows[0] = (self._columns["meta_tensors"].num_rows, len(events), np.frombuffer(meta.hash, np.uint8))
+            rows[0] = (self._columns["meta_tensors"].num_rows, len(record), np.frombuffer(meta.hash, np.uint8))
             self._columns["meta_tensors"].append(np.array([self._tensors[kind] for kind in kinds], np.uint32))
             number = self._meta_ids[meta.hash] = self._columns["metas"].append(rows)
         known = _KnownMeta(number, meta, key)
@@ -276,11 +275,8 @@ class RankWriter:
 
     def _write_tensor(self, kind: TensorKind) -> int:
         names = (self._strings[kind.dtype], self._strings[",".join(map(str, kind.shape))])
-        return self._columns["tensors"].add((*names, *kind[2:]))
-
-
-_LAYOUT_COLUMNS = tuple(map(attrgetter, ("site", "group", "inputs")))
-_META_COLUMNS = tuple(map(attrgetter, ("dtype", "shape", "num_bytes")))
+        placement = self._strings[kind.placement] + 1 if kind.placement else 0
+        return self._columns["tensors"].add((*names, *kind[2:5], placement))
 
 
 class _Interned(dict[Any, int]):
@@ -295,6 +291,17 @@ class _Interned(dict[Any, int]):
             self.clear()
         number = self[key] = self._write(key)
         return number
+
+
+class _Kinds(dict[tuple[str, tuple[int, ...], int, int, bool, str], TensorKind]):
+    """(dtype, shape, size, bytes of leaf digests, whether it has a value, placement) -> the one object that says so."""
+
+    def __missing__(self, key: tuple[str, tuple[int, ...], int, int, bool, str]) -> TensorKind:
+        if len(self) >= _KNOWN_VALUES:
+            self.clear()
+        dtype, shape, size, leaf_bytes, has_value, placement = key
+        kind = self[key] = TensorKind(dtype, tuple(shape), size, leaf_bytes // DIGEST_BYTES, has_value, placement)
+        return kind
 
 
 class _KnownLayout(NamedTuple):

@@ -1,0 +1,96 @@
+"""Which part of a tensor a rank holds, as text in a rank's file, and which ranks hold the same part.
+
+    mesh=dp:2,tp:2; ranks=0-3; coords=0,1; placements=R|S(0)
+
+The tensor lies on a mesh of 2 x 2 ranks (0 to 3, row-major), this rank at (0, 1); along `dp` it is
+replicated, along `tp` it is cut in its first dimension. So ranks 1 and 3 hold the same bits.
+
+    R        every rank along this dimension of the mesh holds the same bits
+    S(d)     each holds its own slice of dimension d; _S(d, n) one of a slice that is cut once more
+    P(op)    each holds its own summand
+
+Place in the flow: tensor -> digest -> *event* -> store.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_TEXT = re.compile(r"mesh=(?P<mesh>[^;]*); ranks=(?P<ranks>[^;]*); coords=(?P<coords>[^;]*); placements=(?P<kinds>.*)")
+
+
+class TensorPlacement(NamedTuple):
+    """Where in a mesh of ranks a tensor's local part lies."""
+
+    dims: tuple[tuple[str, int], ...]
+    """Names and sizes of the mesh's dimensions."""
+    ranks: tuple[int, ...]
+    """The mesh's global ranks, row-major."""
+    coords: tuple[int, ...]
+    """This rank's place in the mesh."""
+    kinds: tuple[str, ...]
+    """`R`, `S(0)`, `P(sum)`, ...: a word for each dimension of the mesh."""
+
+    @property
+    def replica_ranks(self) -> tuple[int, ...]:
+        """The global ranks that hold the same bits as this one, itself among them, ascending."""
+        axes = [
+            range(size) if kind == "R" else (at,)
+            for (_, size), at, kind in zip(self.dims, self.coords, self.kinds, strict=True)
+        ]
+        found = []
+        for place in itertools.product(*axes):
+            index = 0
+            for (_, size), at in zip(self.dims, place, strict=True):
+                index = index * size + at
+            found.append(self.ranks[index])
+        return tuple(sorted(found))
+
+    def to_text(self) -> str:
+        """Return the placement as it is written into a file."""
+        mesh = ",".join(f"{name}:{size}" for name, size in self.dims)
+        coords = ",".join(map(str, self.coords))
+        return f"mesh={mesh}; ranks={_format_ranks(self.ranks)}; coords={coords}; placements={'|'.join(self.kinds)}"
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_placement(text: str) -> TensorPlacement | None:
+    """Return what a placement's text says, None for "" (nothing is known).
+
+    Raises ValueError where it is no such text.
+    """
+    if not text:
+        return None
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"no placement: {text}")
+    dims = tuple((name, int(size)) for name, _, size in (part.rpartition(":") for part in match["mesh"].split(",")))
+    ranks, coords = _parse_ranks(match["ranks"]), tuple(map(int, match["coords"].split(",")))
+    kinds = tuple(match["kinds"].split("|"))
+    count = 1
+    for _, size in dims:
+        count *= size
+    fits = all(0 <= at < size for (_, size), at in zip(dims, coords, strict=False))
+    if not (len(dims) == len(coords) == len(kinds) and count == len(ranks) and fits):
+        raise ValueError(f"no placement: {text}")
+    return TensorPlacement(dims, ranks, coords, kinds)
+
+
+def _format_ranks(ranks: Sequence[int]) -> str:
+    """Return `0-3`, `0-6:2` for a row of equal steps, `0,1,5` otherwise."""
+    if len(ranks) > 2:
+        step = ranks[1] - ranks[0]
+        if step > 0 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step)):
+            return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
+    return ",".join(map(str, ranks))
+
+
+def _parse_ranks(text: str) -> tuple[int, ...]:
+    span = re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?", text)
+    if span is not None:
+        return tuple(range(int(span[1]), int(span[2]) + 1, int(span[3] or 1)))
+    return tuple(map(int, text.split(",")))
