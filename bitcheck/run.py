@@ -27,7 +27,7 @@ from bitcheck.document import encode_document
 from bitcheck.errors import BrokenRun, FutureRun, NotARun, RecordingError
 from bitcheck.events import Level
 from bitcheck.process import is_gone, this_process
-from bitcheck.run_document import RUN_FILE, SCHEMA, find_problem, read_run_file
+from bitcheck.run_document import RUN_FILE, SCHEMA, find_problem, read_run_file, run_ids
 
 if TYPE_CHECKING:
     import numpy as np
@@ -165,6 +165,7 @@ class Run:
         found = {int(match[1]) for match in map(_RANK_FILE.fullmatch, names) if match}
         self.ranks = sorted(rank for rank in found if rank < self.world_size)
         self.missing_ranks = [rank for rank in range(self.world_size) if rank not in found]
+        self._run_ids = run_ids(self.info)
         self._readers: dict[int, RankReader] = {}
         self._rank_statuses: set[str] | None = None
 
@@ -190,8 +191,9 @@ class Run:
         reader = self._readers.get(rank)
         if reader is None:
             reader = RankReader(rank_path(self.path, rank))
+            run_id = self._run_ids.get(rank, self.run_id)
             if (reader.run_id, reader.rank, reader.world_size, reader.level) != (
-                self.run_id,
+                run_id,
                 rank,
                 self.world_size,
                 self.level,
@@ -199,7 +201,7 @@ class Run:
                 reader.close()
                 raise BrokenRun(
                     f"{reader.path} is rank {reader.rank} of run {reader.run_id}; expected rank {rank} of run "
-                    f"{self.run_id}.\nPut the run's own file back."
+                    f"{run_id}.\nPut the run's own file back."
                 )
             self._readers[rank] = reader
         return reader
@@ -267,14 +269,31 @@ def _read_tails(path: Path, ranks: list[int]) -> np.ndarray:
 
 def _clear(folder: Path, overwrite: bool) -> None:
     """Make `folder` ready for a new run. Raises RecordingError where it must not be touched."""
-    names = sorted(os.listdir(folder))
+    for name in check_overwrite(folder, overwrite):
+        (folder / name).unlink(missing_ok=True)
+
+
+def check_overwrite(folder: Path, overwrite: bool) -> list[str]:
+    """Return the files of the run in `folder` that a new one is to replace; none where it is empty or not there.
+
+    Raises RecordingError where it must not be touched: it is a file, holds what is not a run's, is being
+    recorded, or holds a run and `overwrite` is False.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
+    except NotADirectoryError:
+        raise RecordingError(f"{folder} is a file; expected a folder for the run.\nChoose another --output.") from None
+    except OSError as error:
+        raise RecordingError(f"{folder} cannot be read: {error.strerror}.\nChoose another --output.") from None
     foreign = [name for name in names if not _OWN_FILE.fullmatch(name)]
     if foreign:
         raise RecordingError(
             f"{folder} holds {foreign[0]}, which is not a run's; expected an empty folder.\nChoose another --output."
         )
     if not names:
-        return
+        return []
     if not overwrite:
         raise RecordingError(_in_use(folder))
     try:
@@ -293,8 +312,7 @@ def _clear(folder: Path, overwrite: bool) -> None:
         ) from None
     except (BrokenRun, FutureRun):
         pass  # damaged or from a later version, and still a run: it may be replaced
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
+    return names
 
 
 def _in_use(folder: Path) -> str:

@@ -13,6 +13,9 @@
       "leaves": 1048576,                        or "all", "none": tensors up to this size keep their leaves
       "level": "module",
       "notes": [],                              sentences about what went unrecorded
+      "parts": [{"ranks": "0-3", "run_id": "..."}, ...],
+                                                in a run that `bitcheck merge` gathered, and in no other: which
+                                                ranks' files say which run_id
       "recorder": "run",                        or "record", the context manager
       "run_id": "0c3f...",
       "schema": "bitcheck.run/1",
@@ -36,6 +39,7 @@ from bitcheck.digest import DIGEST_VERSION
 from bitcheck.document import MAX_BYTES, ChangedDocument, DocumentError, decode_document
 from bitcheck.errors import BrokenRun, FutureRun, NotARun
 from bitcheck.events import Level
+from bitcheck.rank_sets import parse_rank_set
 
 SCHEMA_PREFIX = "bitcheck.run/"
 SCHEMA = SCHEMA_PREFIX + "1"
@@ -130,4 +134,25 @@ def find_problem(document: dict[str, Any]) -> str | None:
         return "has an environment that is not text"
     if not all(isinstance(word, str) for word in [*document["command"], *document["notes"]]):
         return "has a command or notes that are not text"
+    try:
+        run_ids(document)
+    except (ValueError, TypeError, KeyError):
+        return "has unusable parts"
     return None
+
+
+def run_ids(document: dict[str, Any]) -> dict[int, str]:
+    """Return which run_id each rank's file says, by rank; empty where all of them say the run's own.
+
+    Raises ValueError, TypeError or KeyError where the parts of a gathered run make no sense.
+    """
+    found: dict[int, str] = {}
+    for part in document.get("parts", []):
+        run_id = part["run_id"]
+        ranks = parse_rank_set(part["ranks"], document["world_size"])
+        if not isinstance(run_id, str) or any(rank in found for rank in ranks):
+            raise ValueError("two parts hold one rank, or a part has no run_id")
+        found.update(dict.fromkeys(ranks, run_id))
+    if "parts" in document and not found:
+        raise ValueError("no part holds a rank")
+    return found
