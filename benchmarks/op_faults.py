@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bitcheck.answer import Answer
 from bitcheck.diff import diff_runs
-from bitcheck.events import Level, StepRecord
+from bitcheck.events import Level, StepColumns, StepRecord
 from bitcheck.hooks.dynamo import UnseenMode, is_quiet
 from bitcheck.hooks.modules import named_tensors
 from bitcheck.hooks.op_schema import OpFacts, facts_of, named_arguments
@@ -142,8 +142,8 @@ class _Memory:
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
 
-    def append(self, record: StepRecord) -> None:
-        self.records.append(record)
+    def append(self, record: StepColumns) -> None:
+        self.records.append(record.to_record())
 
     def close(self, status: str) -> None:
         pass

@@ -28,6 +28,7 @@ This module knows bytes, not torch. Its place in the flow: tensor -> *digest* ->
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,20 @@ DIGEST_BYTES = 16
 
 xxh3_128: Callable[[Any], bytes] = xxhash.xxh3_128_digest
 """XXH3-128, seed 0, as 16 canonical (big-endian) bytes."""
+
+
+_LEAF: Any = ctypes.c_char * LEAF_BYTES
+
+
+class _TailTypes(dict[int, Any]):
+    """Number of bytes -> the ctypes array of so many."""
+
+    def __missing__(self, num_bytes: int) -> Any:
+        self[num_bytes] = kind = ctypes.c_char * num_bytes
+        return kind
+
+
+_tail_types = _TailTypes()
 
 
 @lru_cache(maxsize=65_536)
@@ -79,6 +94,22 @@ def digest_leaves(data: np.ndarray) -> bytes:
 def digest_from_leaves(dtype: str, shape: Sequence[int], num_bytes: int, leaves: bytes) -> bytes:
     """Return the digest of a tensor whose leaf digests are known, 16 bytes."""
     return xxh3_128(digest_header(dtype, tuple(shape), num_bytes) + leaves)
+
+
+def digest_memory(dtype: str, shape: tuple[int, ...], address: int, num_bytes: int) -> tuple[bytes, bytes]:
+    """Return (digest, leaf digests) of a tensor that lies at `address`, contiguous; 1 byte at least.
+
+    The same as `digest_bytes`, in a third of the time for a small tensor. Who calls keeps the memory alive.
+    """
+    end = address + num_bytes
+    last = end - (num_bytes % LEAF_BYTES or LEAF_BYTES)
+    leaves = [xxh3_128(_LEAF.from_address(start)) for start in range(address, last, LEAF_BYTES)]
+    tail_bytes = end - last
+    tail = _tail_types[tail_bytes].from_address(last)
+    missing = -tail_bytes % PAD_BYTES
+    leaves.append(xxh3_128(tail.raw + bytes(missing) if missing else tail))
+    joined = b"".join(leaves) if len(leaves) > 1 else leaves[0]
+    return xxh3_128(digest_header(dtype, shape, num_bytes) + joined), joined
 
 
 def digest_bytes(dtype: str, shape: Sequence[int], data: np.ndarray) -> tuple[bytes, bytes]:

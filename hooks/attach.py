@@ -36,7 +36,7 @@ from typing import Any
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from bitcheck.errors import BitcheckError, RecordingError
-from bitcheck.events import Level, StepRecord
+from bitcheck.events import Level, StepColumns
 from bitcheck.hooks.placement import this_placement
 from bitcheck.hooks.writer import Store
 from bitcheck.ranks import Placement
@@ -256,7 +256,7 @@ class Attachment:
 class _Nowhere:
     """Takes the steps of a process whose rank another process records; there are none."""
 
-    def append(self, record: StepRecord) -> None:
+    def append(self, record: StepColumns) -> None:
         """Drop a step."""
 
     def close(self, status: str) -> None:

@@ -106,14 +106,16 @@ class GradientHooks:
         def observed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
                 tensors = _kept(tensors)
-                self.enter_backward(_as_list(tensors), is_loss=True)
+                given = kwargs.get("grad_tensors", args[0] if args else None)
+                self.enter_backward(_as_list(tensors), is_loss=True, given=_as_list(given))
             return backward(tensors, *args, **kwargs)
 
         @skip_frame
         def observed_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
                 outputs = _kept(outputs)
-                self.enter_backward(_as_list(outputs), is_loss=False)
+                given = kwargs.get("grad_outputs", args[1] if len(args) > 1 else None)
+                self.enter_backward(_as_list(outputs), is_loss=False, given=_as_list(given))
             return grad(outputs, *args, **kwargs)
 
         self._wrappers = observed_backward, observed_grad
@@ -185,8 +187,11 @@ class GradientHooks:
     # --- backward: the plan
 
     @paused
-    def enter_backward(self, roots: list[torch.Tensor], is_loss: bool) -> None:
-        """Record the loss, and find out from which gradients each gradient will be computed."""
+    def enter_backward(self, roots: list[torch.Tensor], is_loss: bool, given: Sequence[torch.Tensor] = ()) -> None:
+        """Record the loss, and find out from which gradients each gradient will be computed.
+
+        `given`: the gradients of the roots, where they come from elsewhere (the next stage of a pipeline).
+        """
         recorder = self._recorder
         if not recorder.is_active or not recorder.current.is_kept:
             return
@@ -198,16 +203,19 @@ class GradientHooks:
             builder = recorder.current
             self._enter(builder)
         if is_loss and not nested:
+            builder.losses = []
             recorder.optimizers.record_loss_scales(builder)
             for index, root in enumerate(roots):
                 slot = "value" if len(roots) == 1 else f"value.{index}"
                 occurrence = builder.count(Phase.LOSS, "", "loss", slot, False)
                 known = builder.recorded(root)
-                sources = known if known else [*builder.top.inputs, *builder.top.children]
+                sources = known if known else [*builder.top.inputs, *builder.top.children, *builder.top.received]
                 events = builder.add_tensor(
                     Site(Phase.LOSS, "", "loss", slot, occurrence), root, -1, sources if self._is_deep else ()
                 )
                 builder.losses += events
+        if given and not nested:
+            builder.losses = [event for tensor in given for event in builder.recorded(tensor)] or builder.losses
         builder.is_after_backward = not nested
         if self._is_deep:
             self._plan(builder, [root for root in roots if root.grad_fn is not None])
@@ -299,7 +307,8 @@ class GradientHooks:
         held = self._parameters.get(id(variable))
         if held is not None and held[0]() is variable:
             return held[1]
-        if self._recorder.parameter_name(variable) is None:
+        name = self._recorder.parameter_name(variable) or self._recorder.sharding.name_gathered(variable)
+        if name is None:
             return None
         tracked = Tracked(None, "grad", False)
 
@@ -311,6 +320,13 @@ class GradientHooks:
         handle = variable.register_post_accumulate_grad_hook(accumulated)
         self._parameters[id(variable)] = (weakref.ref(variable), tracked, handle)
         return tracked
+
+    def events_of(self, builder: StepBuilder, parameter: torch.Tensor) -> list[int]:
+        """Return the events of a parameter's gradient as it last left autograd in this step."""
+        held = self._parameters.get(id(parameter))
+        if held is None or held[0]() is not parameter or held[1].step is not builder:
+            return []
+        return held[1].events
 
     # --- backward: the events
 
@@ -335,14 +351,18 @@ class GradientHooks:
 
     def _sources(self, builder: StepBuilder, tracked: Tracked) -> list[int]:
         if tracked.sources is None:  # the engine was not entered through torch.autograd: everything before counts
-            events = builder.record.events
-            return [i for i, e in enumerate(events) if e.site.phase in (Phase.BACKWARD, Phase.LOSS, Phase.FORWARD)]
+            phases = (Phase.BACKWARD, Phase.LOSS, Phase.FORWARD)
+            return [index for index, site in enumerate(builder.record.sites) if site.phase in phases]
         found: dict[int, None] = {}
         for source in tracked.sources:
             if source.step is builder:
                 found.update(dict.fromkeys(source.events))
         if not tracked.sources:
             found.update(dict.fromkeys(builder.losses))
+        if builder.received:  # by code between the gradients it is computed from and itself
+            after = min(found, default=0)
+            found.update(dict.fromkeys(event for event in builder.received if event > after))
+        found.update(dict.fromkeys(builder.gathered))
         if tracked.slot == "grad" and tracked.step is builder:  # a micro-batch adds to the one before
             found.update(dict.fromkeys(tracked.events))
         for call in tracked.owners:

@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from bitcheck.events import Phase, Site
+from bitcheck.events import Group, Phase, Site
 from bitcheck.hooks.capture import Capture
 from bitcheck.hooks.dynamo import UnseenMode, is_quiet, paused, skip_frame
 from bitcheck.hooks.launches import LaunchHooks
@@ -39,6 +38,8 @@ from bitcheck.hooks.threads import ThreadWatch
 if TYPE_CHECKING:
     from bitcheck.hooks.recorder import Recorder
 
+_MAX_SCALARS = 65_536
+"""How many different sets of numbers are known by their text."""
 PROGRAM = "program"
 """Stands for the module where an operation runs outside all modules."""
 
@@ -61,24 +62,66 @@ class Opened(NamedTuple):
     """An operation that is about to run."""
 
     where: Location
+    sites: _Sites
     group: int
-    occurrence: int
     inputs: list[int]
+    written: list[tuple[str, torch.Tensor]]
+    """(slot, tensor) of the arguments that it writes."""
+    given: list[torch.Tensor]
+    """All tensors among its arguments."""
     line: str | None
     """The Python line that asked for it, where lines are noted."""
 
 
+class _Sites(dict[str, Site]):
+    """Slot -> site of one execution of an operator at one place of the program; the same objects in every step."""
+
+    __slots__ = ("_first", "_group", "_node")
+
+    def __init__(self, first: Site) -> None:
+        super().__init__()
+        self._first = first
+        self._group: Group | None = None
+        self._node = ""
+
+    def add_group(self, builder: StepBuilder, where: Location, facts: OpFacts) -> int:
+        """Open the computation in a step and return its number."""
+        if self._group is None or self._group.parent != where.parent or self._node != where.node:
+            op = f"{facts.name} in {where.node}" if where.node else facts.name
+            self._group = Group("op", where.root, where.path, op, where.parent)
+            self._node = where.node
+        builder.record.groups.append(self._group)
+        return len(builder.record.groups) - 1
+
+    def __missing__(self, slot: str) -> Site:
+        site = self[slot] = self._first._replace(slot=f"{self._first.slot}.{slot}")
+        return site
+
+
 class _Memory:
-    """Who last wrote a storage."""
+    """Who last wrote a storage. One object serves all that follow each other at one address."""
 
-    __slots__ = ("builder", "events", "is_fresh", "reference")
+    __slots__ = ("_weak", "builder", "events", "is_fresh")
 
-    def __init__(self, reference: StorageWeakRef, is_fresh: bool = False) -> None:
-        self.reference = reference
-        self.is_fresh = is_fresh
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._weak: Any = tensor.untyped_storage()._weak_ref()
+        self.is_fresh = False
         """Handed out and not yet written."""
         self.builder: StepBuilder | None = None
-        self.events: list[int] = []
+        self.events: tuple[int, ...] = ()
+
+    def is_gone(self) -> bool:
+        """Say whether the storage was freed; another may lie at its address."""
+        return bool(torch.UntypedStorage._expired(self._weak))
+
+    def begin_again(self, tensor: torch.Tensor) -> None:
+        """Stand for the storage that a tensor has now."""
+        torch.UntypedStorage._free_weak_ref(self._weak)
+        self._weak = tensor.untyped_storage()._weak_ref()
+        self.is_fresh, self.builder, self.events = False, None, ()
+
+    def __del__(self) -> None:
+        torch.UntypedStorage._free_weak_ref(self._weak)
 
 
 class OpHooks(UnseenMode):
@@ -90,6 +133,8 @@ class OpHooks(UnseenMode):
         self._capture = Capture(capture) if capture is not None else None
         self._lines = Lines() if with_lines else None
         self._memory: dict[int, _Memory] = {}
+        self._places: dict[tuple[Phase, str, str, str, bool], list[_Sites]] = {}
+        self._scalars: dict[str, tuple[str, tuple[int, ...], int, bytes, bytes, str]] = {}
         self._state: set[int] = set()
         self._no_state: set[int] = set()
         self._state_of: StepBuilder | None = None
@@ -135,7 +180,7 @@ class OpHooks(UnseenMode):
         opened = self._begin(facts, args, kwargs)
         result = func(*args, **kwargs)
         if opened is not None:
-            self._end(facts, opened, args, kwargs, result)
+            self._end(facts, opened, result)
         return result
 
     @skip_frame
@@ -150,7 +195,7 @@ class OpHooks(UnseenMode):
         opened = self._begin(facts, args, given)
         result = execute(*args, **kwargs)
         if opened is not None:
-            self._end(facts, opened, args, given, None)
+            self._end(facts, opened, None)
         return result
 
     def _facts_of_launch(
@@ -169,7 +214,7 @@ class OpHooks(UnseenMode):
     def _is_fresh(self, tensor: torch.Tensor) -> bool:
         storage = _storage(tensor)
         memory = self._memory.get(storage) if storage is not None else None
-        return memory is not None and memory.is_fresh and not memory.reference.expired()
+        return memory is not None and memory.is_fresh and not memory.is_gone()
 
     def _locate(self) -> Location:
         recorder = self._recorder
@@ -200,36 +245,72 @@ class OpHooks(UnseenMode):
         if not builder.is_kept:
             return None
         named = list(named_arguments(facts, args, kwargs))
-        tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
-        if any(not _has_bytes(tensor) for _, tensor in tensors):
-            return None
-        op = facts.name if not where.node else f"{facts.name} in {where.node}"
-        group = builder.add_group("op", where.root, where.path, op, where.parent)
+        tensors: list[tuple[str, torch.Tensor]] = []
+        scalars: list[tuple[str, Any]] = []
+        for pair in named:
+            value = pair[1]
+            if isinstance(value, torch.Tensor):
+                if not _has_bytes(value):
+                    return None
+                tensors.append(pair)
+            elif _is_scalar(value):
+                scalars.append(pair)
         occurrence = builder.count(where.phase, where.root, where.path, facts.name, where.is_eval)
+        sites = self._sites_of(facts, where, occurrence)
+        group = sites.add_group(builder, where, facts)
         if self._capture is not None:
             self._save(self._capture, facts, where, occurrence, args, kwargs)
         inputs: list[int] = []
+        written: list[tuple[str, torch.Tensor]] = []
         for name, tensor in tensors:
-            if name.partition(".")[0] in facts.unread:
-                continue
+            argument = name.partition(".")[0] if facts.written else name
+            if argument in facts.written:
+                written.append((f"{name}.written", tensor))
+                if argument in facts.unread:
+                    continue
             known, writers = self.writers(builder, tensor)
-            slot = f"{facts.name}.{name}"
-            site = Site(where.phase, where.root, where.path, slot, occurrence, where.is_eval)
+            site = sites[name]
             if not known and not self._is_state(builder, tensor):  # data, whichever phase reads it
-                number = builder.count(Phase.BATCH, where.root, where.path, slot, where.is_eval)
+                number = builder.count(Phase.BATCH, where.root, where.path, site.slot, where.is_eval)
                 site = site._replace(phase=Phase.BATCH, occurrence=number)
-            inputs += builder.add_tensor(site, tensor, group, writers)
+            inputs += builder.add_tensor(site, tensor, group, writers, add_writers=False)
         if facts.draws:
             inputs += self._record_generator(facts, where, occurrence, group, dict(named))
-        scalars = tuple((name, value) for name, value in named if _is_scalar(value))
         if scalars:
-            site = Site(where.phase, where.root, where.path, f"{facts.name}.scalars", occurrence, where.is_eval)
-            added = builder.add_value(site, scalars)
-            for index in added:
-                builder.record.events[index].group = group
-            inputs += added
+            inputs += self._record_scalars(builder, sites["scalars"], scalars, group)
         line = self._lines.note(where.phase) if self._lines is not None else None
-        return Opened(where, group, occurrence, inputs, line)
+        return Opened(where, sites, group, inputs, written, [tensor for _, tensor in tensors], line)
+
+    def _sites_of(self, facts: OpFacts, where: Location, occurrence: int) -> _Sites:
+        key = (where.phase, where.root, where.path, facts.name, where.is_eval)
+        executions = self._places.get(key)
+        if executions is None:
+            executions = self._places[key] = []
+        while len(executions) <= occurrence:
+            first = Site(where.phase, where.root, where.path, facts.name, len(executions), where.is_eval)
+            executions.append(_Sites(first))
+        return executions[occurrence]
+
+    def _record_scalars(
+        self, builder: StepBuilder, site: Site, scalars: list[tuple[str, Any]], group: int
+    ) -> Sequence[int]:
+        """Record an operation's numbers, flags and strings; those that were met before are known by their text."""
+        text = repr(scalars)
+        known = self._scalars.get(text)
+        record = builder.record
+        if known is not None:
+            index = record.add(site, *known[:-1], group)
+            record.values[index] = known[-1]
+            return (index,)
+        added = builder.add_value(site, tuple(scalars), group)
+        # A text stands for one value only where all are Python's own: numpy's may look like them, NaNs look alike.
+        if len(added) == 1 and len(self._scalars) < _MAX_SCALARS and _is_plain(scalars) and "nan" not in text:
+            index = added[0]
+            self._scalars[text] = (
+                record.dtypes[index], record.shapes[index], record.num_bytes[index], record.digests[index],
+                record.leaves[index], record.values[index],
+            )  # fmt: skip
+        return added
 
     def _save(self, capture: Capture, facts: OpFacts, where: Location, occurrence: int, args: Any, kwargs: Any) -> None:
         builder = where.builder
@@ -242,28 +323,19 @@ class OpHooks(UnseenMode):
             builder.miss(f"the inputs of {facts.name} were not saved: {error}")
 
     @paused
-    def _end(self, facts: OpFacts, opened: Opened, args: Any, kwargs: Any, result: Any) -> None:
-        where, builder = opened.where, opened.where.builder
-        written = [
-            (f"{name}.written", value)
-            for name, value in named_arguments(facts, args, kwargs)
-            if isinstance(value, torch.Tensor) and name.partition(".")[0] in facts.written
-        ]
-        storages = {_storage(tensor) for _, tensor in written}
-        outputs = [
-            (slot, tensor) for slot, tensor in named_tensors(result, "out")
-            if _has_bytes(tensor) and _storage(tensor) not in storages
-        ]  # fmt: skip
-        if not written:
-            values = (value for _, value in named_arguments(facts, args, kwargs))
-            given = {_storage(value) for value in values if isinstance(value, torch.Tensor)}
-            outputs = [(slot, tensor) for slot, tensor in outputs if _storage(tensor) not in given]
-        for slot, tensor in (*written, *outputs):
-            site = Site(where.phase, where.root, where.path, f"{facts.name}.{slot}", opened.occurrence, where.is_eval)
-            events = builder.add_tensor(site, tensor, opened.group, opened.inputs)
-            for index in events if opened.line else ():
-                builder.record.events[index].value = opened.line
-            self._note_write(builder, tensor, events, is_new=slot.startswith("out"))
+    def _end(self, facts: OpFacts, opened: Opened, result: Any) -> None:
+        builder, sites = opened.where.builder, opened.sites
+        outputs = [("out", result)] if type(result) is torch.Tensor else list(named_tensors(result, "out"))
+        known = opened.written or [("", tensor) for tensor in opened.given]
+        storages = {_storage(tensor) for _, tensor in known} if outputs else set()
+        for slot, tensor in (*opened.written, *outputs):
+            is_new = slot.startswith("out")
+            if is_new and (not _has_bytes(tensor) or _storage(tensor) in storages):
+                continue
+            events = builder.add_tensor(sites[slot], tensor, opened.group, opened.inputs, add_writers=False)
+            if opened.line:
+                builder.record.values.update(dict.fromkeys(events, opened.line))
+            self._note_write(builder, tensor, events, is_new)
 
     def _record_generator(
         self, facts: OpFacts, where: Location, occurrence: int, group: int, named: dict[str, Any]
@@ -282,43 +354,49 @@ class OpHooks(UnseenMode):
         name = f"{facts.name}.generator"
         at = f"{where.root}.{where.path}" if where.root else where.path
         site = Site(Phase.RNG, "", "torch.cpu", f"{where.phase}.{at}.{name}", occurrence, where.is_eval)
-        added = where.builder.add_bytes(site, state)
-        for index in added:
-            where.builder.record.events[index].group = group
-        return added
+        return where.builder.add_bytes(site, state, group)
 
     # --- who wrote what
 
-    def writers(self, builder: StepBuilder, tensor: torch.Tensor) -> tuple[bool, list[int]]:
+    def writers(self, builder: StepBuilder, tensor: torch.Tensor) -> tuple[bool, tuple[int, ...]]:
         """Return whether a recorded operation wrote the tensor's memory, and in which events of this step."""
         storage = _storage(tensor)
         memory = self._memory.get(storage) if storage is not None else None
-        if memory is None or memory.reference.expired():
-            return False, []
-        return True, memory.events if memory.builder is builder else []
+        if memory is None or memory.is_gone():
+            return False, ()
+        return True, memory.events if memory.builder is builder else ()
 
     def _note_write(self, builder: StepBuilder, tensor: torch.Tensor, events: list[int], is_new: bool) -> None:
-        storage = _storage(tensor)
-        if storage is None:
+        memory = self._memory_of(tensor)
+        if memory is None:
             return
-        memory = self._memory.get(storage)
-        if memory is None or memory.reference.expired():
-            memory = self._memory[storage] = _Memory(StorageWeakRef(tensor.untyped_storage()))
         memory.is_fresh = False
         covers = is_new or tensor.nbytes >= tensor.untyped_storage().nbytes()
         if memory.builder is not builder or covers:
             memory.builder = builder
-            memory.events = list(events)
+            memory.events = tuple(events)
         else:
-            memory.events.extend(events)
+            memory.events = (*memory.events, *events)
+
+    def _memory_of(self, tensor: torch.Tensor) -> _Memory | None:
+        storage = _storage(tensor)
+        if storage is None:
+            return None
+        memory = self._memory.get(storage)
+        if memory is None:
+            memory = self._memory[storage] = _Memory(tensor)
+        elif memory.is_gone():
+            memory.begin_again(tensor)
+        return memory
 
     @paused
     def _forget(self, result: Any, is_fresh: bool) -> None:
         """Memory that was just handed out holds nothing yet; what `set_` shows may hold anything."""
         for _, tensor in named_tensors(result, "out"):
-            storage = _storage(tensor)
-            if storage is not None and _has_bytes(tensor):
-                self._memory[storage] = _Memory(StorageWeakRef(tensor.untyped_storage()), is_fresh)
+            memory = self._memory_of(tensor) if _has_bytes(tensor) else None
+            if memory is not None:
+                memory.begin_again(tensor)
+                memory.is_fresh = is_fresh
 
     def _is_state(self, builder: StepBuilder, tensor: torch.Tensor) -> bool:
         if self._state_of is not builder:
@@ -344,10 +422,10 @@ class OpHooks(UnseenMode):
 
     def forget(self) -> None:
         """Drop what is known of memory that is gone; called at the end of a step."""
-        self._memory = {key: memory for key, memory in self._memory.items() if not memory.reference.expired()}
+        self._memory = {key: memory for key, memory in self._memory.items() if not memory.is_gone()}
         for memory in self._memory.values():
-            if memory.builder is not None and memory.builder is not self._recorder.current:
-                memory.builder, memory.events = None, []
+            if memory.builder is not self._recorder.current:
+                memory.builder, memory.events = None, ()
 
 
 def _node_name() -> str:
@@ -363,6 +441,12 @@ def _is_scalar(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(_is_scalar(member) for member in value)
     return value is None or isinstance(value, (bool, int, float, complex, str, np.generic))
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _storage(tensor: torch.Tensor) -> int | None:

@@ -29,7 +29,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bitcheck.errors import RecordingError
-from bitcheck.events import Level, Site, StepRecord, qualified_name
+from bitcheck.events import Level, Site, StepColumns, qualified_name
 from bitcheck.hooks.attach import call_at_end, is_worker, leave_word
 from bitcheck.hooks.capture import CallMemory
 from bitcheck.hooks.dynamo import UnseenMode, is_quiet, paused, skip_frame
@@ -83,7 +83,7 @@ def begin_scan(settings: Settings) -> None:
 class _Nowhere:
     """Takes steps that hold nothing."""
 
-    def append(self, record: StepRecord) -> None:
+    def append(self, record: StepColumns) -> None:
         """Drop a step."""
 
     def close(self, status: str) -> None:
@@ -93,7 +93,9 @@ class _Nowhere:
 class _Blank(StepBuilder):
     """A step of which only the course of calls is wanted: no tensor is digested."""
 
-    def add_tensors(self, tensors: Any, group: int = -1, inputs: Iterable[int] = (), what: str = "") -> list[int]:
+    def add_tensors(
+        self, tensors: Any, group: int = -1, inputs: Iterable[int] = (), add_writers: bool = True
+    ) -> list[int]:
         """Record nothing."""
         return []
 
@@ -101,11 +103,11 @@ class _Blank(StepBuilder):
         """Record nothing."""
         return []
 
-    def add_value(self, site: Site, value: object) -> list[int]:
+    def add_value(self, site: Site, value: object, group: int = -1) -> list[int]:
         """Record nothing."""
         return []
 
-    def add_bytes(self, site: Site, data: Any) -> list[int]:
+    def add_bytes(self, site: Site, data: Any, group: int = -1) -> list[int]:
         """Record nothing."""
         return []
 

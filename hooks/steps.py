@@ -15,7 +15,7 @@ import torch
 
 from bitcheck.digest import digest_bytes
 from bitcheck.errors import DigestError
-from bitcheck.events import Event, Group, Phase, Site, StepKind, StepRecord
+from bitcheck.events import Group, Phase, Site, StepColumns, StepKind
 from bitcheck.hooks.tensors import (
     PlainValue,
     digest_plain,
@@ -30,11 +30,15 @@ if TYPE_CHECKING:
     from bitcheck.hooks.device_digest import Digester, Ticket
 
 
+UNREAD = bytes(16)
+"""In place of the digest of a tensor that could not be read; it is counted as unobserved."""
+
+
 class Call:
     """One call of a module: what went in and came out, as indices into the step's events."""
 
     __slots__ = ("children", "first_node", "group", "inputs", "is_eval", "last_node", "occurrence", "outputs", "parent",
-                 "path", "phase", "root", "thread")  # fmt: skip
+                 "path", "phase", "received", "root", "thread")  # fmt: skip
 
     def __init__(self, phase: Phase, root: str, path: str, is_eval: bool, parent: Call | None) -> None:
         self.phase = phase
@@ -48,6 +52,8 @@ class Call:
         self.children: list[int] = []
         """Outputs of the calls that finished within this one."""
         self.outputs: list[int] = []
+        self.received: list[int] = []
+        """What collectives gave while it ran, and no call within it."""
         self.first_node = self.last_node = 0
         """The range of autograd sequence numbers that its thread drew while it ran."""
         self.thread = 0
@@ -56,30 +62,46 @@ class Call:
         """Return everything observed of what it computed from and to."""
         return [*self.inputs, *self.children, *self.outputs]
 
+    def heard(self) -> list[int]:
+        """Return what collectives gave in it and in the calls around it: gathered parameters, what other ranks hold."""
+        found: list[int] = []
+        call: Call | None = self
+        while call is not None:
+            found += call.received
+            call = call.parent
+        return found
+
 
 class StepBuilder:
     """Collects the events of one step on one rank."""
 
     def __init__(self, step: int, kind: StepKind, is_kept: bool, digesters: dict[torch.device, Digester]) -> None:
-        self.record = StepRecord(step, kind)
+        self.record = StepColumns(step, kind)
         self.is_kept = is_kept
         """A step outside `--steps` and `--every` only counts."""
         self.has_rng = False
         self.has_training_forward = False
         self.is_after_backward = False
         """Between a backward and the next forward: whatever runs now works on gradients."""
-        self.writers: Callable[[torch.Tensor], list[int]] | None = None
+        self.writers: Callable[[torch.Tensor], Sequence[int]] | None = None
         """At level `op`: in which events the operations are that last wrote a tensor's memory."""
         self.top = Call(Phase.FORWARD, "", "", False, None)
         """Stands for the program itself: holds what the outermost calls took and gave."""
         self.calls: list[Call] = []
         """Module calls in the order in which they began."""
         self.losses: list[int] = []
+        self.received: list[int] = []
+        """What collectives gave in backward."""
+        self.gathered: list[int] = []
+        """Parameters that were gathered in backward."""
+        self.awaited: Callable[[StepBuilder, Site, torch.Tensor, int, tuple[int, ...]], list[int] | None] | None = None
+        """Records a tensor that a collective is still writing; gives None for any other."""
         self.recomputed: dict[tuple[str, str], list[int]] = {}
         """Events of recomputed calls, by module."""
         self._digesters = digesters
         self._counts: dict[tuple[Phase, str, str, str, bool], int] = {}
         self._tickets: dict[int, Ticket] = {}
+        self._unsettled: set[int] = set()
         self._remembered: dict[int, tuple[weakref.ref[torch.Tensor], int, list[int]]] = {}
 
     def remember(self, tensor: torch.Tensor, events: list[int]) -> None:
@@ -94,6 +116,10 @@ class StepBuilder:
         held = self._remembered.get(id(tensor))
         return held[2] if held is not None and held[0]() is tensor else []
 
+    def was_received(self, tensor: torch.Tensor) -> bool:
+        """Whether this very tensor was last recorded as what a collective gave."""
+        return any(self.record.sites[index].phase is Phase.COMM for index in self.recorded(tensor))
+
     def add_again(self, site: Site, tensor: torch.Tensor, group: int, inputs: Iterable[int]) -> list[int]:
         """Record a tensor that may have been recorded before in this step.
 
@@ -103,11 +129,12 @@ class StepBuilder:
         held = self._remembered.get(id(tensor))
         if tensor.is_cpu or held is None or held[0]() is not tensor or held[1] != _version(tensor) or len(held[2]) != 1:
             return self.add_tensor(site, tensor, group, inputs)
-        known = self.record.events[held[2][0]]
-        index = len(self.record.events)
-        event = Event(site, known.dtype, known.shape, known.num_bytes, known.digest, known.leaves, group, tuple(inputs))
-        self.record.events.append(event)
-        ticket = self._tickets.get(held[2][0])
+        record, known = self.record, held[2][0]
+        index = record.add(
+            site, record.dtypes[known], record.shapes[known], record.num_bytes[known], record.digests[known],
+            record.leaves[known], group, tuple(inputs),
+        )  # fmt: skip
+        ticket = self._tickets.get(known)
         if ticket is not None:
             self._tickets[index] = ticket
         return [index]
@@ -134,49 +161,53 @@ class StepBuilder:
         unobserved = self.record.unobserved
         unobserved[sentence] = unobserved.get(sentence, 0) + count
 
-    def add_tensor(self, site: Site, tensor: torch.Tensor, group: int = -1, inputs: Iterable[int] = ()) -> list[int]:
-        """Record a tensor as it is now; return its events, one for each part that it is stored in."""
-        return self.add_tensors([(site, tensor)], group, inputs)
+    def add_tensor(
+        self, site: Site, tensor: torch.Tensor, group: int = -1, inputs: Iterable[int] = (), add_writers: bool = True
+    ) -> list[int]:
+        """Record a tensor as it is now; return its events, one for each part that it is stored in.
+
+        Without `add_writers`, `inputs` are all that it was computed from, also at level `op`.
+        """
+        return self.add_tensors([(site, tensor)], group, inputs, add_writers)
 
     def add_tensors(
         self,
         tensors: Sequence[tuple[Site, torch.Tensor]],
         group: int = -1,
         inputs: Iterable[int] = (),
+        add_writers: bool = True,
     ) -> list[int]:
         """Record many tensors at once, which is one launch on a device."""
         if not self.is_kept:
             return []
-        events = self.record.events
+        record = self.record
         added: list[int] = []
         given = tuple(inputs)
+        writers = self.writers if add_writers else None
         waiting: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         for site, tensor in tensors:
             try:
-                if self.writers is not None and (wrote := self.writers(tensor)):
+                if writers is not None and (wrote := writers(tensor)):
                     sources = tuple(dict.fromkeys((*given, *wrote)))
                 else:
                     sources = given
+                if self.awaited is not None and (owed := self.awaited(self, site, tensor, group, sources)) is not None:
+                    added += owed
+                    continue
                 plain = digest_plain(tensor)
                 if plain is not None:
-                    dtype, (digest, leaves) = plain
-                    added.append(len(events))
-                    shape = tuple(tensor.shape)
-                    events.append(Event(site, dtype, shape, tensor.nbytes, digest, leaves, group, sources))
+                    added.append(record.add(site, *plain, group, sources))
                     continue
                 for suffix, part in tensor_parts(tensor):
                     own = site._replace(slot=site.slot + suffix) if suffix else site
-                    index = len(events)
+                    digest, leaves = b"", b""
                     if part.is_cpu:
                         digest, leaves = digest_tensor(part)
                     else:
                         self._digester(part.device).check(part)
-                        digest, leaves = b"", b""
-                        waiting.setdefault(part.device, []).append((index, part))
-                    events.append(
-                        Event(own, dtype_name(part), tuple(part.shape), part.nbytes, digest, leaves, group, sources)
-                    )
-                    added.append(index)
+                        waiting.setdefault(part.device, []).append((len(record), part))
+                    shape = tuple(part.shape)
+                    added.append(record.add(own, dtype_name(part), shape, part.nbytes, digest, leaves, group, sources))
             except DigestError as error:
                 self.miss(f"{site.text(False)}: {error}")
         for device, parts in waiting.items():
@@ -184,7 +215,7 @@ class StepBuilder:
             self._tickets.update((index, ticket) for (index, _), ticket in zip(parts, tickets, strict=True))
         return added
 
-    def add_value(self, site: Site, value: object) -> list[int]:
+    def add_value(self, site: Site, value: object, group: int = -1) -> list[int]:
         """Record a Python value, or a container that may hold tensors."""
         if not self.is_kept:
             return []
@@ -198,28 +229,56 @@ class StepBuilder:
             own = site._replace(slot=site.slot + suffix) if suffix else site
             if isinstance(part, PlainValue):
                 digest, leaves = digest_value(part)
-                event = Event(own, part.dtype, part.shape, len(part.data), digest, leaves, value=part.text)
-                self.record.events.append(event)
-                added.append(len(self.record.events) - 1)
+                index = self.record.add(own, part.dtype, part.shape, len(part.data), digest, leaves, group)
+                self.record.values[index] = part.text
+                added.append(index)
             else:
-                added += self.add_tensor(own, part)
+                added += self.add_tensor(own, part, group)
         return added
 
-    def add_bytes(self, site: Site, data: np.ndarray) -> list[int]:
+    def add_bytes(self, site: Site, data: np.ndarray, group: int = -1) -> list[int]:
         """Record raw bytes, uint8 [n]."""
         if not self.is_kept:
             return []
         digest, leaves = digest_bytes("uint8", (data.size,), data)
-        self.record.events.append(Event(site, "uint8", (data.size,), data.size, digest, leaves))
-        return [len(self.record.events) - 1]
+        return [self.record.add(site, "uint8", (data.size,), data.size, digest, leaves, group)]
 
-    def finish(self) -> StepRecord:
+    def reserve(self, site: Site, tensor: torch.Tensor, group: int, inputs: Iterable[int]) -> list[int]:
+        """Give a strided tensor that is still being written its place; `settle` reads it."""
+        if not self.is_kept:
+            return []
+        shape = tuple(tensor.shape)
+        index = self.record.add(site, dtype_name(tensor), shape, tensor.nbytes, UNREAD, b"", group, tuple(inputs))
+        self._unsettled.add(index)
+        return [index]
+
+    def settle(self, index: int, tensor: torch.Tensor) -> None:
+        """Read a tensor that `reserve` gave a place to; without effect the second time, or when the step is over."""
+        if index not in self._unsettled:
+            return
+        self._unsettled.discard(index)
+        try:
+            if tensor.is_cpu:
+                self.record.digests[index], self.record.leaves[index] = digest_tensor(tensor)
+            else:
+                self._digester(tensor.device).check(tensor)
+                self._tickets[index] = self._digester(tensor.device).submit_many([tensor])[0]
+        except DigestError as error:
+            self.miss(f"{self.record.sites[index].text(False)}: {error}")
+
+    def close(self) -> None:
+        """Give up on tensors that are still being written; called at the end of the step."""
+        if self._unsettled:
+            self.miss("asynchronous collectives that were not waited for", len(self._unsettled))
+            self._unsettled.clear()
+
+    def finish(self) -> StepColumns:
         """Wait for the digests that devices still owe and return the step."""
+        record = self.record
         for index, ticket in self._tickets.items():
-            event = self.record.events[index]
-            event.digest, event.leaves = ticket.resolve()
+            record.digests[index], record.leaves[index] = ticket.resolve()
         self._tickets.clear()
-        return self.record
+        return record
 
     def _digester(self, device: torch.device) -> Digester:
         digester = self._digesters.get(device)

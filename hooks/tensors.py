@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bitcheck.digest import LEAF_BYTES, digest_bytes, digest_from_leaves, digest_leaves
+from bitcheck.digest import LEAF_BYTES, digest_bytes, digest_from_leaves, digest_leaves, digest_memory
 from bitcheck.errors import DigestError
 
 Bytes = npt.NDArray[np.uint8]
@@ -181,6 +181,12 @@ def _no_bytes(tensor: torch.Tensor) -> str:
 
 
 _dtype_names: dict[torch.dtype, str] = {}
+_plain_dtypes: dict[torch.dtype, str] = {
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.qint", "torch.quint"))
+}
+"""All dtypes but the quantized, whose tensors are more than their bytes."""
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -314,15 +320,16 @@ def _fetch(tensor: torch.Tensor) -> Bytes:
         return data
 
 
-def digest_plain(tensor: torch.Tensor) -> tuple[str, Digest] | None:
-    """Return (dtype's name, digest) of a contiguous CPU tensor; None for any other, which takes the long way.
+def digest_plain(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], int, bytes, bytes] | None:
+    """Return (dtype's name, shape, bytes, digest, leaf digests) of a contiguous CPU tensor; None for any other.
 
-    What nearly every tensor of a program is, so it is asked in as few words as can be. To be called with
-    `__torch_function__` off.
+    What nearly every tensor of a program is, so it is asked in as few words as can be; another takes the
+    long way. To be called with `__torch_function__` off.
     """
     if type(tensor) not in _PLAIN_TYPES or not tensor.is_cpu or tensor.layout is not torch.strided:
         return None
-    if tensor.is_nested or tensor.is_quantized or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    name = _plain_dtypes.get(tensor.dtype)
+    if name is None or tensor.is_nested or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
     num_bytes = tensor.nbytes
     if not num_bytes or _is_functorch(tensor):
@@ -330,9 +337,9 @@ def digest_plain(tensor: torch.Tensor) -> tuple[str, Digest] | None:
     address = tensor.data_ptr()
     if not address or tensor.storage_offset() * tensor.itemsize + num_bytes > tensor.untyped_storage().nbytes():
         return None
-    name = _dtype_names.get(tensor.dtype) or dtype_name(tensor)
-    interface = {"data": (address, True), "shape": (num_bytes,), "typestr": "|u1", "version": 3}
-    return name, digest_bytes(name, tensor.shape, np.asarray(_Window(tensor, interface)))
+    shape = tuple(tensor.shape)
+    digest, leaves = digest_memory(name, shape, address, num_bytes)
+    return name, shape, num_bytes, digest, leaves
 
 
 def digest_tensor(tensor: torch.Tensor) -> Digest:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from bitcheck.errors import BitcheckError, RecordingError
-from bitcheck.events import StepRecord
+from bitcheck.events import StepColumns
 from bitcheck.hooks.steps import StepBuilder
 
 MAX_WAITING_STEPS = 4
@@ -22,7 +22,7 @@ MAX_WAITING_STEPS = 4
 class Store(Protocol):
     """What a step is written to: `bitcheck.store.RankWriter`."""
 
-    def append(self, record: StepRecord) -> None:
+    def append(self, record: StepColumns) -> None:
         """Write one step and flush it."""
 
     def close(self, status: str) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from bitcheck import op_alignment
 from bitcheck.attribution import attribute_step
 from bitcheck.diff import diff_runs
-from bitcheck.events import Event, Group, Level, Phase, Site, StepKind, StepRecord
+from bitcheck.events import Event, Group, Level, Phase, Site, StepColumns, StepKind, StepRecord
 from bitcheck.hooks.recorder import Recorder
 from bitcheck.memory import MemoryRun, MemoryStep
 from bitcheck.op_alignment import common_subsequence
@@ -168,8 +168,8 @@ class _Memory:
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
 
-    def append(self, record: StepRecord) -> None:
-        self.records.append(record)
+    def append(self, record: StepColumns) -> None:
+        self.records.append(record.to_record())
 
     def close(self, status: str) -> None:
         pass

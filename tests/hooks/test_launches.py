@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bitcheck.diff import diff_runs
-from bitcheck.events import Level, StepRecord
+from bitcheck.events import Level, StepColumns, StepRecord
 from bitcheck.hooks.recorder import Recorder
 from bitcheck.hooks.scan import ScanRecorder, _Nowhere
 from bitcheck.memory import MemoryRun
@@ -53,8 +53,8 @@ class _Memory:
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
 
-    def append(self, record: StepRecord) -> None:
-        self.records.append(record)
+    def append(self, record: StepColumns) -> None:
+        self.records.append(record.to_record())
 
     def close(self, status: str) -> None:
         pass
