@@ -1,6 +1,7 @@
 """Which part of a tensor a rank holds, as text in a rank's file, and which ranks hold the same part.
 
     mesh=dp:2,tp:2; ranks=0-3; coords=0,1; placements=R|S(0)
+    mesh=ddp:4; ranks=0-3; placements=R
 
 The tensor lies on a mesh of 2 x 2 ranks (0 to 3, row-major), this rank at (0, 1); along `dp` it is
 replicated, along `tp` it is cut in its first dimension. So ranks 1 and 3 hold the same bits.
@@ -8,6 +9,8 @@ replicated, along `tp` it is cut in its first dimension. So ranks 1 and 3 hold t
     R        every rank along this dimension of the mesh holds the same bits
     S(d)     each holds its own slice of dimension d; _S(d, n) one of a slice that is cut once more
     P(op)    each holds its own summand
+
+Where all is `R` there are no coordinates: the text is then one for all ranks, and so is what a reader keeps of it.
 
 Place in the flow: tensor -> digest -> *event* -> store.
 """
@@ -20,7 +23,10 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_TEXT = re.compile(r"mesh=(?P<mesh>[^;]*); ranks=(?P<ranks>[^;]*); coords=(?P<coords>[^;]*); placements=(?P<kinds>.*)")
+_TEXT = re.compile(
+    r"mesh=(?P<mesh>[^;]*); ranks=(?P<ranks>[^;]*); (?:coords=(?P<coords>[^;]*); )?placements=(?P<kinds>.*)"
+)
+_MAX_RANKS = 1_000_000
 
 
 class TensorPlacement(NamedTuple):
@@ -31,13 +37,15 @@ class TensorPlacement(NamedTuple):
     ranks: tuple[int, ...]
     """The mesh's global ranks, row-major."""
     coords: tuple[int, ...]
-    """This rank's place in the mesh."""
+    """This rank's place in the mesh; () where all ranks of it hold the same bits."""
     kinds: tuple[str, ...]
     """`R`, `S(0)`, `P(sum)`, ...: a word for each dimension of the mesh."""
 
     @property
     def replica_ranks(self) -> tuple[int, ...]:
         """The global ranks that hold the same bits as this one, itself among them, ascending."""
+        if all(kind == "R" for kind in self.kinds):
+            return tuple(sorted(self.ranks))
         axes = [
             range(size) if kind == "R" else (at,)
             for (_, size), at, kind in zip(self.dims, self.coords, self.kinds, strict=True)
@@ -53,8 +61,9 @@ class TensorPlacement(NamedTuple):
     def to_text(self) -> str:
         """Return the placement as it is written into a file."""
         mesh = ",".join(f"{name}:{size}" for name, size in self.dims)
-        coords = ",".join(map(str, self.coords))
-        return f"mesh={mesh}; ranks={_format_ranks(self.ranks)}; coords={coords}; placements={'|'.join(self.kinds)}"
+        is_replicated = all(kind == "R" for kind in self.kinds)
+        coords = "" if is_replicated else f"coords={','.join(map(str, self.coords))}; "
+        return f"mesh={mesh}; ranks={_format_ranks(self.ranks)}; {coords}placements={'|'.join(self.kinds)}"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -69,13 +78,15 @@ def parse_placement(text: str) -> TensorPlacement | None:
     if match is None:
         raise ValueError(f"no placement: {text}")
     dims = tuple((name, int(size)) for name, _, size in (part.rpartition(":") for part in match["mesh"].split(",")))
-    ranks, coords = _parse_ranks(match["ranks"]), tuple(map(int, match["coords"].split(",")))
+    ranks = _parse_ranks(match["ranks"])
+    coords = tuple(map(int, match["coords"].split(","))) if match["coords"] is not None else ()
     kinds = tuple(match["kinds"].split("|"))
     count = 1
     for _, size in dims:
         count *= size
     fits = all(0 <= at < size for (_, size), at in zip(dims, coords, strict=False))
-    if not (len(dims) == len(coords) == len(kinds) and count == len(ranks) and fits):
+    is_located = len(coords) == len(dims) or (not coords and all(kind == "R" for kind in kinds))
+    if not (len(dims) == len(kinds) and is_located and count == len(ranks) == len(set(ranks)) and fits):
         raise ValueError(f"no placement: {text}")
     return TensorPlacement(dims, ranks, coords, kinds)
 
@@ -92,5 +103,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 def _parse_ranks(text: str) -> tuple[int, ...]:
     span = re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?", text)
     if span is not None:
+        if int(span[2]) - int(span[1]) >= _MAX_RANKS or int(span[3] or 1) < 1:
+            raise ValueError(f"no ranks: {text[:40]}")
         return tuple(range(int(span[1]), int(span[2]) + 1, int(span[3] or 1)))
     return tuple(map(int, text.split(",")))
