@@ -3,7 +3,12 @@
     python benchmarks/make_runs.py FOLDER --ranks 3072 --steps 800 --events 64
     python benchmarks/make_runs.py FOLDER --ranks 3072 --steps 800 --events 64 --differ 1234:567
 
-writes FOLDER/baseline and FOLDER/candidate. A few ranks are written by the store's own writer; every other
+writes FOLDER/baseline and FOLDER/candidate; and
+
+    python benchmarks/make_runs.py FOLDER --ranks 3072 --steps 800 --events 64 --replicated [--differ 1234:567]
+
+writes FOLDER/replicated alone, whose ranks hold copies of gradients and parameters and have batches and
+activations of their own, for `bitcheck replicas`. A few ranks are written by the store's own writer; every other
 rank is a copy of one of them with a header and a seal of its own, so the files are as valid as if each had
 been recorded (`bitcheck verify` agrees). With --differ, one digest of one rank parts from the given step on,
 as a fault would: that rank is recorded anew, so its roots and chain are consistent.
@@ -27,6 +32,7 @@ import numpy as np
 from bitcheck.digest import digest_from_leaves, num_leaves
 from bitcheck.document import decode_document, encode_document
 from bitcheck.events import Event, Group, Level, Phase, Site, StepKind, StepRecord
+from bitcheck.placements import TensorPlacement
 from bitcheck.run import create_run, open_run, rank_path, update_run
 from bitcheck.store import RankReader, RankWriter
 from bitcheck.store.seal import prepare_seal
@@ -37,10 +43,16 @@ SHAPE, NUM_BYTES = (64, 128), 32 * 1024
 
 
 def make_steps(
-    rank: int, num_steps: int, num_events: int, differ_from: int | None, run: random.Random
+    rank: int, num_steps: int, num_events: int, differ_from: int | None, run: random.Random, num_copies: int = 0
 ) -> Iterator[StepRecord]:
-    """Yield an initial snapshot and the steps of one rank; from step `differ_from` on one digest is another."""
-    bits = random.Random(rank)
+    """Yield an initial snapshot and the steps of one rank; from step `differ_from` on one digest is another.
+
+    With `num_copies` gradients and parameters are the same on so many ranks, and the file says so.
+    """
+    bits, shared = random.Random(rank), random.Random("copies")
+    world = tuple(range(num_copies))
+    everywhere = TensorPlacement((("ddp", num_copies),), world, (), ("R",)).to_text() if num_copies else ""
+    odd = num_events - 1 if num_copies else num_events // 2
     num_modules = max(1, (num_events - 2) // 3)
     groups = [Group("forward", "Model", f"blocks.{module}", "Linear") for module in range(num_modules)]
     sites = [Site(Phase.BATCH, "Model", "", "in.0"), Site(Phase.LOSS, "Model", "", "out")]
@@ -53,11 +65,15 @@ def make_steps(
     for step in range(-1, num_steps):
         events = []
         for at, site in enumerate(sites):
-            leaves = bits.randbytes(16 * num_leaves(NUM_BYTES))
-            if differ_from is not None and step >= differ_from and at == len(sites) // 2:
+            is_copy = bool(num_copies) and site.phase in (Phase.GRAD, Phase.PARAM)
+            leaves = (shared if is_copy else bits).randbytes(16 * num_leaves(NUM_BYTES))
+            if differ_from is not None and step >= differ_from and at == min(odd, len(sites) - 1):
                 leaves = run.randbytes(len(leaves))
             digest = digest_from_leaves("float32", SHAPE, NUM_BYTES, leaves)
-            events.append(Event(site, "float32", SHAPE, NUM_BYTES, digest, b"", group_of[at], inputs[at]))
+            where = everywhere if is_copy else ""
+            events.append(
+                Event(site, "float32", SHAPE, NUM_BYTES, digest, b"", group_of[at], inputs[at], placement=where)
+            )
         if step < 0:
             state = [event for event in events if event.site.phase is Phase.PARAM]
             yield StepRecord(step, StepKind.INITIAL, state)
@@ -69,7 +85,8 @@ def record_rank(path: Path, rank: int, args: argparse.Namespace, run_id: str, di
     """Write the file of one rank as the recorder does."""
     writer = RankWriter(path, rank=rank, world_size=args.ranks, level=Level.MODULE, run_id=run_id, leaf_limit_bytes=0)
     like = rank % NUM_RECORDED
-    for record in make_steps(like, args.steps, args.events, differ_from, random.Random("another")):
+    copies = args.ranks if args.replicated else 0
+    for record in make_steps(like, args.steps, args.events, differ_from, random.Random("another"), copies):
         writer.append(record)
     writer.close("complete")
 
@@ -110,6 +127,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--events", type=int, default=64, help="events in a step")
     parser.add_argument("--differ", metavar="RANK:STEP", help="one digest of this rank differs from this step on")
+    parser.add_argument("--replicated", action="store_true", help="one run, whose ranks hold copies of the state")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     differ = None
@@ -123,13 +141,16 @@ def main() -> None:
     templates = [rank_path(recorded, rank) for rank in range(min(NUM_RECORDED, args.ranks))]
     for rank, path in enumerate(templates):
         record_rank(path, rank, args, "template")
-    runs = [args.folder / "baseline", args.folder / "candidate"]
-    make_run(runs[0], args, templates, None)
-    make_run(runs[1], args, templates, differ)
+    runs = [args.folder / "replicated"] if args.replicated else [args.folder / "baseline", args.folder / "candidate"]
+    for run in runs[:-1]:
+        make_run(run, args, templates, None)
+    make_run(runs[-1], args, templates, differ)
     shutil.rmtree(recorded)
     size = sum(path.stat().st_size for run in runs for path in run.iterdir())
-    print(f"made 2 runs of {args.ranks} ranks x {args.steps} steps x {args.events} events, {size / 1e9:.1f} GB, "
+    print(f"made {len(runs)} run(s) of {args.ranks} ranks x {args.steps} steps x {args.events} events, {size / 1e9:.1f} GB, "
           f"in {time.perf_counter() - started:.1f} s")  # fmt: skip
+    if args.replicated:
+        return
 
     started = time.perf_counter()
     with open_run(runs[0]) as baseline, open_run(runs[1]) as candidate:

@@ -168,6 +168,7 @@ class Run:
         self._run_ids = run_ids(self.info)
         self._readers: dict[int, RankReader] = {}
         self._rank_statuses: set[str] | None = None
+        self._seen_statuses: dict[int, str] = {}
 
     def __enter__(self) -> Run:
         return self
@@ -211,6 +212,7 @@ class Run:
         reader = self._readers.pop(rank, None)
         if reader is not None:
             reader.close()
+            self._seen_statuses[rank] = reader.status
 
     def read_tails(self, ranks: Sequence[int] | None = None, *, num_processes: int = 1) -> np.ndarray:
         """Return one `bitcheck.store.TAIL_ROW` for each of `ranks` (all that have a file), in their order.
@@ -253,6 +255,8 @@ class Run:
         found = {self.info["status"]}
         if self.info["status"] == "recording" and is_gone(self.info["writer"]):
             found = {"killed"}
+        if self._rank_statuses is None and len(self._seen_statuses) == len(self.ranks):
+            self._rank_statuses = set(self._seen_statuses.values())  # every file was looked at already
         if self._rank_statuses is None:
             self.read_tails()
         found |= self._rank_statuses or set()
