@@ -13,6 +13,11 @@ tried, tested and measured against known truth. `bitcheck reference train` runs 
     mtp           one token further ahead              switches     the table of switches
     linear        FP8 in all three GEMMs               arrival      orders of summation, fixed or free
 
+On several ranks, under torchrun:
+
+    ranks         which groups this process is in      reduce       sums over ranks, `comm.reduce`
+    sharded       a checkpoint of all ranks
+
 Each operation that has forms is a plain function of tensors; modules and autograd functions call it
 and know nothing of how it is done. A kernel for another device (`kernels`) takes the place of:
 

@@ -81,6 +81,14 @@ class Model(nn.Module):
         balance = balance + mtp_balance
         return Losses(main + self.config.mtp_lambda * mtp + balance, main, mtp, balance)
 
+    def draw_only(self, inputs_BS: Tensor) -> None:
+        """Draw what a training forward of `inputs_BS` would from PyTorch's generator, and forget it.
+
+        For a micro-batch that another rank works on: so the generators of all ranks stay those of one process.
+        """
+        zeros = torch.zeros(*inputs_BS.shape, self.config.d_model, device=inputs_BS.device)
+        F.dropout(zeros, self.config.dropout)
+
     def routers(self) -> dict[str, Router]:
         """Return every router by its qualified name."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Router)}

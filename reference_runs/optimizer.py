@@ -93,14 +93,19 @@ def make_optimizer(model: nn.Module, lr: float, betas: tuple[float, float], eps:
 
 
 @torch.no_grad()
-def unscale_and_clip(parameters: Iterable[nn.Parameter], max_norm: float, loss_scale: float) -> float:
+def unscale_and_clip(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    loss_scale: float,
+    total_norm: Callable[[Tensor], Tensor] = torch.linalg.vector_norm,
+) -> float:
     """Divide gradients by `loss_scale`, scale them to a global norm of at most `max_norm`; return the norm.
 
     The norm is of the unscaled gradients before clipping. Deterministic: one norm a tensor, put together
-    in the order of `parameters`; one multiplication an element.
+    by `total_norm` in the order of `parameters`; one multiplication an element.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = float(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]).norm()) / loss_scale
+    norm = float(total_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))) / loss_scale
     factor = min(1.0, max_norm / (norm + 1e-6)) / loss_scale
     for grad in grads:
         grad.mul_(factor)

@@ -56,6 +56,14 @@ TABLE: Mapping[str, Switch] = MappingProxyType(
             _switch("embedding.backward", ("sorted",), "atomic", "gradient rows of tokens that occur more than once"),
             _switch("norm.dweight", ("two-stage",), "atomic", "gradient of the norms' weights"),
             _switch("attention.backward", ("deterministic",), "fast", "gradient of the queries over key blocks"),
+            # On a CPU gloo adds in one order for one number of ranks: `native` repeats itself, but only there.
+            Switch(
+                "comm.reduce",
+                ("ordered", "native"),
+                "native",
+                "sum of gradients over data-parallel ranks; native gives other bits at another number of ranks",
+                (),
+            ),
             Switch(
                 "memory.fill",
                 ("off", "on"),

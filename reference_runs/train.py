@@ -4,6 +4,7 @@ One step, in this order:
 
     learning rate from the number of updates so far
     for each micro-batch, in order: batch, forward, backward (gradients add up in FP32)
+    sum gradients over ranks, if there are others
     clip, optimizer step
     derive FP8 weights from the new BF16 ones, move the routers' biases
     start the average's update in its thread
@@ -11,6 +12,9 @@ One step, in this order:
 
 Nothing else carries over from step to step: a process that resumes at a step does what one that never
 stopped does, by construction.
+
+Each rank draws what all ranks draw, for the micro-batches of others too: so generators and the loader's
+position are the same on all of them, and those of a single process.
 """
 
 from __future__ import annotations
@@ -29,14 +33,17 @@ from torch import Tensor
 import bitcheck
 from bitcheck.environment import declared
 from bitcheck.errors import UsageError
-from bitcheck.reference_runs import checkpoint, rng
+from bitcheck.reference_runs import checkpoint, rng, sharded
 from bitcheck.reference_runs.checkpoint import CheckpointError, digest_value
 from bitcheck.reference_runs.configs import Config
+from bitcheck.reference_runs.configs.degrees import Degrees
 from bitcheck.reference_runs.data import Loader, Text
 from bitcheck.reference_runs.ema import EMA
 from bitcheck.reference_runs.linear import Precision
 from bitcheck.reference_runs.model import Model
 from bitcheck.reference_runs.optimizer import make_optimizer, masters, unscale_and_clip
+from bitcheck.reference_runs.ranks import Ranks, process_group
+from bitcheck.reference_runs.reduce import GradientSum
 from bitcheck.reference_runs.schedule import learning_rate
 from bitcheck.reference_runs.switches import Switches
 
@@ -59,6 +66,7 @@ class Options:
     leave_out: Collection[str] = ()
     record: Path | None = None
     level: str = "state"
+    degrees: Degrees = field(default_factory=Degrees)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +93,20 @@ class Listener(Protocol):
 
 
 class Trainer:
-    """One training run in memory."""
+    """One training run in memory: all of it, or with `ranks` one rank's part."""
 
-    def __init__(self, config: Config, text: Text, options: Options) -> None:
+    def __init__(self, config: Config, text: Text, options: Options, ranks: Ranks | None = None) -> None:
         rng.seed_all(options.seed)
-        self.config, self.text, self.options = config, text, options
+        self.config, self.text, self.options, self.ranks = config, text, options, ranks
         self.loader = Loader(text, config.data, options.seed)
         self.model = Model(config.model, config.data.seq_len, options.precision, options.switches)
         o = config.optimizer
         self.optimizer = make_optimizer(self.model, o.lr, o.betas, o.eps, o.weight_decay)
         self.ema = EMA(masters(self.model, self.optimizer), o.ema_decay)
+        self._sums: list[GradientSum] = []
+        if ranks is not None:
+            is_ordered = options.switches["comm.reduce"] == "ordered"
+            self._sums = [GradientSum(self.model.parameters(), ranks.dp, is_ordered)]
         self.step = 0
         self.held_out_loss = math.nan
         """What `train` found at its end, nats a byte."""
@@ -106,20 +118,43 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad(set_to_none=True)
-        num_micro, optimizer = self.config.data.micro_batches, self.config.optimizer
-        losses = []
-        for _ in range(num_micro):
-            output = self.model(*self.loader.next_batch())
-            (output.total * (optimizer.loss_scale / num_micro)).backward()
-            losses.append(output.main.detach())
+        optimizer = self.config.optimizer
+        losses = self._run_micro_batches()
+        for gradients in self._sums:
+            gradients.finish()
         norm = unscale_and_clip(self.model.parameters(), optimizer.clip_norm, optimizer.loss_scale)
         self.optimizer.step()
+        if self.ranks is not None:
+            self.ranks.sum_loads(self.model.routers().values())
         self.model.finish_step()
         self.ema.start_update(masters(self.model, self.optimizer))
         self.step += 1
-        loss = float(torch.stack(losses).mean())
+        loss = float(self._all_losses(losses).mean())
         seconds = time.perf_counter() - began
         return StepReport(self.step - 1, loss, norm, lr, seconds, self.config.data.tokens_per_step)
+
+    def _run_micro_batches(self) -> list[Tensor]:
+        """Run forward and backward of a step's micro-batches that are this rank's; return their losses."""
+        num_micro, losses = self.config.data.micro_batches, []
+        for number in range(num_micro):
+            inputs_BS, targets_BS2 = self.loader.next_batch()
+            if self.ranks is not None and number % self.options.degrees.dp != self.ranks.dp_rank:
+                self.model.draw_only(inputs_BS)
+                continue
+            output = self.model(inputs_BS, targets_BS2)
+            (output.total * (self.config.optimizer.loss_scale / num_micro)).backward()
+            losses.append(output.main.detach())
+            for gradients in self._sums:
+                gradients.end_micro_batch()
+        return losses
+
+    def _all_losses(self, losses: list[Tensor]) -> Tensor:
+        """Return the losses of all micro-batches in their order, float32 [M], from this rank's."""
+        mine = torch.stack(losses)
+        if self.ranks is None:
+            return mine
+        # Rank r has micro-batches r, r + dp, ...
+        return torch.stack(self.ranks.gather(mine, self.ranks.dp), 1).flatten()
 
     @property
     def num_updates(self) -> int:
@@ -147,15 +182,23 @@ class Trainer:
         }
 
     def save(self) -> Path:
-        """Write a checkpoint of the steps done so far and return its path."""
-        path = self.options.out / f"step-{self.step:06d}.pt"
+        """Write a checkpoint of the steps done so far and return its path: a file; of a parallel run a folder."""
         values = checkpoint.collect(self.model, self.optimizer, self.ema, self.loader)
+        path = self.options.out / f"step-{self.step:06d}"
+        if self.ranks is not None:
+            sharded.save(path, values, self.header(), self.ranks)
+            return path
+        path = path.with_suffix(".pt")
         checkpoint.save(path, values, self.header())
         return path
 
     def resume(self, path: Path, leave_out: Collection[str] = ()) -> None:
         """Go on from a checkpoint; raises CheckpointError where it is of another run."""
-        header, values = checkpoint.load(path)
+        if path.is_dir():
+            current = checkpoint.collect(self.model, self.optimizer, self.ema, self.loader)
+            header, values = sharded.load(path, current, self.ranks)
+        else:
+            header, values = checkpoint.load(path)
         for key, mine in self.header().items():
             if key != "step" and header[key] != mine:
                 raise CheckpointError(f"{path}: {key} is {header[key]!r} there and {mine!r} here")
@@ -166,8 +209,14 @@ class Trainer:
 def train(config: Config, text: Text, options: Options, listener: Listener) -> Trainer:
     """Run to `options.steps`, evaluate, and return the trainer, its average complete and its thread ended."""
     facts = {"config": config.name, "precision": options.precision, "seed": str(options.seed), "text": text.digest}
-    with deterministic_algorithms(options.switches), declared(facts):
-        trainer = Trainer(config, text, options)
+    if options.degrees.world_size > 1:
+        facts["parallel"] = options.degrees.text
+    with (
+        deterministic_algorithms(options.switches),
+        declared(facts),
+        process_group(options.degrees) as ranks,
+    ):
+        trainer = Trainer(config, text, options, ranks)
         if options.resume is not None:
             trainer.resume(options.resume, options.leave_out)
             if trainer.step >= options.steps:

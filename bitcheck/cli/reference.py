@@ -42,6 +42,10 @@ def list_switches() -> None:
 @click.option("--recipe", type=click.Choice(["deterministic", "fast"]), default="deterministic", show_default=True)
 @click.option("--set", "settings", multiple=True, metavar="NAME=FORM", help="Give one switch another form. Repeatable.")
 @click.option("--data", "data_path", type=click.Path(path_type=Path), help="Text to train on; default: Python's own.")
+@click.option("--micro-batches", type=click.IntRange(min=1), metavar="M", help="Of a step, on all ranks together.")
+@click.option("--dp", type=click.IntRange(min=1), help="Data-parallel ranks; default: those that --pp leaves.")
+@click.option("--ep", type=click.IntRange(min=1), default=1, help="Of them, how many share the experts among them.")
+@click.option("--pp", type=click.IntRange(min=1), default=1, help="Ranks of a pipeline, with two stages each.")
 @click.option("--device", type=click.Choice(["cpu"]), default="cpu", show_default=True)
 @click.option(
     "--out",
@@ -75,6 +79,10 @@ def train(
     recipe: str,
     settings: tuple[str, ...],
     data_path: Path | None,
+    micro_batches: int | None,
+    dp: int | None,
+    ep: int,
+    pp: int,
     device: str,
     out: Path,
     save_every: int | None,
@@ -93,7 +101,15 @@ def train(
         bitcheck reference train --steps 20 --record runs/a
         bitcheck reference train --steps 20 --record runs/b --set moe.dprob=atomic
         bitcheck diff runs/a runs/b
+
+    On several ranks torchrun starts it, and --dp times --pp is their number. With data parallelism alone the bits
+    are those of one process that has as many micro-batches a step:
+
+    \b
+        torchrun --nproc-per-node 4 -m bitcheck reference train --steps 20 --micro-batches 4 --dp 4 --record runs/c
     """
+    from dataclasses import replace
+
     from bitcheck.errors import UsageError
     from bitcheck.reference_runs.switches import Switches
 
@@ -103,6 +119,14 @@ def train(
 
     # PyTorch takes seconds to load: what can be refused without it has been.
     from bitcheck.reference_runs.configs import get_config
+    from bitcheck.reference_runs.configs.degrees import Degrees, torchrun_rank, torchrun_world_size
+
+    config = get_config(config_name)
+    if micro_batches is not None:
+        config = replace(config, data=replace(config.data, micro_batches=micro_batches))
+    degrees = Degrees.from_options(dp, ep, pp, torchrun_world_size(), config)
+    quiet, is_first = quiet or torchrun_rank() > 0, torchrun_rank() == 0
+
     from bitcheck.reference_runs.data import read_text
     from bitcheck.reference_runs.progress import ProgressLine
     from bitcheck.reference_runs.train import Options
@@ -119,17 +143,21 @@ def train(
         leave_out=leave_out,
         record=record,
         level=level,
+        degrees=degrees,
     )
-    config = get_config(config_name)
     text = read_text(data_path)
     if not quiet:
         click.echo(f"{config.name}, {precision}, seed {seed}, on {text.name} ({text.data.size:,} bytes, {text.digest})")
+        if degrees.world_size > 1:
+            click.echo(f"{degrees.text} on {degrees.world_size} ranks, comm.reduce={switches['comm.reduce']}")
         if switches.free:
             click.echo(f"simulated arrival order, different in every run: {', '.join(switches.free)}")
         if leave_out:
             click.echo(f"not restored, on purpose: {', '.join(leave_out)}")
     with ProgressLine(steps, quiet) as progress:
         trainer = run(config, text, options, progress)
+    if not is_first:
+        return
     click.echo(
         f"held-out loss {trainer.held_out_loss:.4f} nats a byte after {trainer.step} steps"
         f" (unigram entropy {text.unigram_entropy():.4f})"
