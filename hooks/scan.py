@@ -134,6 +134,8 @@ class _Fresh:
     def __init__(self, storage: torch.UntypedStorage, element_size: int, written: bool) -> None:
         self.reference = StorageWeakRef(storage)
         self._element_size = element_size
+        if not written:
+            _disturb(_bytes_of(storage), element_size)
         self.content = _bytes_of(storage).clone()
         """What it held: an element that is no longer so was written by something that is no operation."""
         self.written = torch.full_like(self.content, written, dtype=torch.bool)
@@ -145,6 +147,15 @@ class _Fresh:
             elements = kept.reshape(-1, self._element_size)
             kept = elements.all(-1, keepdim=True).expand_as(elements).reshape(-1)
         return ~self.written[begin:end] & kept
+
+
+def _disturb(memory: torch.Tensor, element_size: int) -> None:
+    """Change the lowest bit of every element of memory that was just handed out, uint8 [n].
+
+    What it holds means nothing, but is often what the step before wrote there: were the program to
+    write the same again without an operation, through numpy say, nothing would seem to be written.
+    """
+    memory[: len(memory) // element_size * element_size].view(-1, element_size)[:, 0] ^= 1
 
 
 class ScanHooks(OpHooks):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bitcheck.hooks import replay
-from bitcheck.hooks.scan import ScanRecorder, _Nowhere
+from bitcheck.hooks.scan import _Fresh, ScanRecorder, _Nowhere
 
 _library = torch.library.Library("bitcheck_tests_scan", "DEF")
 _library.define("noisy(Tensor x) -> Tensor")
@@ -204,6 +204,15 @@ def test_memory_that_was_written_in_whatever_way_is_no_finding(fill: Callable[[A
         return x + buffer.exp()
 
     assert scan(forward, poison=True)["findings"] == []
+
+
+def test_memory_that_is_written_behind_the_back_with_what_it_already_held_counts_as_written() -> None:
+    left = torch.full((5, 6), 3.0)  # as memory is that was freed and handed out again
+    fresh = _Fresh(left.untyped_storage(), left.element_size(), written=False)
+    now = left.view(-1).view(torch.uint8)
+    assert fresh.unwritten(0, 120, now).all()
+    left.numpy().fill(3.0)
+    assert not fresh.unwritten(0, 120, now).any()
 
 
 def test_padding_that_is_never_read_is_no_finding() -> None:
