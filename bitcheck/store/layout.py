@@ -19,6 +19,7 @@ file, so that two ranks or runs whose steps have equal layout hashes line up eve
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import struct
@@ -37,6 +38,9 @@ CHAIN_SEED = xxh3_128_digest(b"bitcheck.rank/1")
 _PHASE_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 _STATE_NUMBERS = [_PHASE_NUMBER[phase] for phase in STATE_PHASES]
 
+_KNOWN_SITES = 131_072
+"""Sites, and computations, that are described once for all layouts; the steps of a program share nearly all."""
+
 NO_NOTES = "[{},[]]"
 """Notes of a step that has none."""
 
@@ -54,6 +58,31 @@ class Roots(NamedTuple):
     state_root: bytes
 
 
+class _Described(NamedTuple):
+    """What a layout needs to know of a site."""
+
+    key: str
+    key_digest: bytes
+    phase: int
+    digest: bytes
+    """Of its parts, not of its key: a name with a slash in it can give two sites one key."""
+
+
+@functools.lru_cache(maxsize=_KNOWN_SITES)
+def _describe(site: Site) -> _Described:
+    key = site.key
+    return _Described(key, xxh3_128_digest(_utf8(key)), _PHASE_NUMBER[site.phase], _digest_json(site))
+
+
+@functools.lru_cache(maxsize=_KNOWN_SITES)
+def _digest_group(group: Group) -> bytes:
+    return _digest_json(group)
+
+
+def _digest_json(parts: tuple[Any, ...]) -> bytes:
+    return xxh3_128_digest(json.dumps(parts).encode("ascii"))
+
+
 class Layout:
     """The sites of a step, the computations that made them, and what each was computed from.
 
@@ -66,7 +95,8 @@ class Layout:
     keys        the sites' canonical text; key_digests uint8 [n, 16]
     order       int64 [n], events by the phase whose root covers them, then by key;
                 order[phase_ptr[p] : phase_ptr[p + 1]] are phase p's
-    hash        16 bytes over all of the above
+    hash        16 bytes over all of the above: XXH3-128 of the numbers, then of the XXH3-128 of each site's
+                and each computation's parts as JSON
 
     Raises LayoutError where an index is out of range, an input does not come before its event, a
     group not after its parent, or two events share a site.
@@ -96,27 +126,31 @@ class Layout:
             raise LayoutError("an event's input does not come before it")
         if any(not -1 <= group.parent < number for number, group in enumerate(groups)):
             raise LayoutError("a group does not come after its parent")
-        self.keys = [site.key for site in sites]
-        if len(set(self.keys)) != n:
-            twice = next(key for key in self.keys if self.keys.count(key) > 1)
+        described = [_describe(site) for site in sites]
+        self.keys = keys = [each.key for each in described]
+        if len(set(keys)) != n:
+            twice = next(key for key in keys if keys.count(key) > 1)
             raise LayoutError(f"two events are named {twice}")
-        self.phases = np.array([_PHASE_NUMBER[site.phase] for site in sites], np.uint8)
-        digests = b"".join([xxh3_128_digest(_utf8(key)) for key in self.keys])
-        self.key_digests = np.frombuffer(digests, np.uint8).reshape(n, 16)
-        numbers, keys = self.phases.tolist(), self.keys
+        numbers = [each.phase for each in described]
+        self.phases = np.array(numbers, np.uint8)
+        self.key_digests = np.frombuffer(b"".join([each.key_digest for each in described]), np.uint8).reshape(n, 16)
         # An optimizer's operations bear the phase `optim` and are no state: they count with the gradients.
         for event in np.flatnonzero(np.isin(self.phases, _STATE_NUMBERS)).tolist():
             if group_of[event] >= 0 and groups[group_of[event]].kind == "op":
                 numbers[event] = _PHASE_NUMBER[Phase.GRAD]
-        self.order = np.array(sorted(range(n), key=lambda i: (numbers[i], keys[i])), np.int64)
-        self.phase_ptr = np.searchsorted(np.array(numbers)[self.order], np.arange(len(PHASES) + 1)).tolist()
+        covered: list[list[int]] = [[] for _ in PHASES]
+        for event, number in enumerate(numbers):
+            covered[number].append(event)
+        ordered = [sorted(events, key=keys.__getitem__) for events in covered]
+        self.order = np.array(list(itertools.chain.from_iterable(ordered)), np.int64)
+        self.phase_ptr = [0, *itertools.accumulate(map(len, ordered))]
         self.hash = xxh3_128_digest(
-            struct.pack("<4sQQQ", b"lay1", n, len(groups), len(inputs))
+            struct.pack("<4sQQQ", b"lay2", n, len(groups), len(inputs))
             + group_of.astype("<i4").tobytes()
             + input_ptr.astype("<i8").tobytes()
             + inputs.astype("<i4").tobytes()
-            # The sites' parts, not their keys: a name with a slash in it can give two sites one key.
-            + json.dumps([self.sites, self.groups]).encode("ascii")
+            + b"".join([each.digest for each in described])
+            + b"".join([_digest_group(group) for group in groups])
         )
         self._pairs = np.empty((n, 32), np.uint8)
         self._pairs[:, :16] = self.key_digests[self.order]
@@ -177,7 +211,7 @@ class Meta:
             event: position
             for position, event in enumerate(event for event, tensor in enumerate(tensors) if tensor.has_value)
         }
-        digests: dict[TensorKind, bytes] = {tensor: _tensor_digest(tensor) for tensor in set(tensors)}
+        digests: dict[TensorKind, bytes] = {tensor: _digest_json(tensor) for tensor in set(tensors)}
         self.hash = xxh3_128_digest(b"meta1" + b"".join([digests[tensor] for tensor in tensors]))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bitcheck.hooks import replay
-from bitcheck.hooks.scan import _Fresh, ScanRecorder, _Nowhere
+from bitcheck.hooks.scan import ScanRecorder, _Fresh, _Nowhere
 
 _library = torch.library.Library("bitcheck_tests_scan", "DEF")
 _library.define("noisy(Tensor x) -> Tensor")
