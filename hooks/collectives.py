@@ -6,15 +6,20 @@
     comm/send.0-1:out.0                  what it received
 
 Ranks call the collectives of a group in one order, so equal sites on its members are one collective.
-The functions of `torch.distributed` are wrapped; an asynchronous one is read when the program waits for
-it, so that nothing is ever read while it is in flight. Objects that are sent as pickles are not recorded:
-they hold what they like (times, host names). The reducer of DistributedDataParallel works below
-these functions: what it received and gave are `backward/...:grad` and `grad`.
+Seen are the methods of `ProcessGroup`, which all functions of `torch.distributed` end in, and the functional
+collectives (`functional_collectives`), which are operators. The functions themselves stay what
+they are: pipelines and TorchDynamo compare them by identity. Objects that are sent as pickles are not
+recorded: they hold what they like (times, host names). The reducer of DistributedDataParallel works below
+all this: what it received and gave are `backward/...:grad` and `grad`.
+
+A result has its place where the collective was begun, and its digest from when the program waits for
+it: nothing is ever read while it is in flight, and nothing is waited for on the recorder's account.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +29,11 @@ import torch.distributed as dist
 
 from bitcheck.events import Phase, Site
 from bitcheck.hooks.dynamo import paused, skip_frame
-from bitcheck.hooks.steps import StepBuilder
+from bitcheck.hooks.functional_collectives import FunctionalCollectives
+from bitcheck.hooks.modules import in_backward
+from bitcheck.hooks.process_groups import group_name, process_group_ranks, reduction_name
+from bitcheck.hooks.sharding import storage_id
+from bitcheck.hooks.steps import Call, StepBuilder
 
 if TYPE_CHECKING:
     from bitcheck.hooks.recorder import Recorder
@@ -33,66 +42,81 @@ Function = Callable[..., Any]
 
 
 class Shape(NamedTuple):
-    """Where a collective's arguments are."""
+    """Where a collective's arguments are among those of `ProcessGroup`'s method."""
 
-    arguments: str
-    """Names of the positional arguments, in order."""
-    given: str
-    """The argument that holds a rank's contribution."""
-    received: str
-    """The argument that holds what it gets back."""
-    root: str = ""
-    """The argument that names the one rank that gives or gets alone."""
+    word: str
+    """What it is called in a site: as in torch.distributed."""
+    given: int | None
+    """Position of the argument that holds a rank's contribution, None where it has none."""
+    received: int | None
+    """Position of the argument that holds what it gets back."""
+    reduces: bool = False
     gives_alone: bool = False
+    """Only the root contributes."""
     gets_alone: bool = False
+    """Only the root gets the result."""
     is_pairwise: bool = False
 
 
 SHAPES = {
-    "all_reduce": Shape("tensor op group async_op", "tensor", "tensor"),
-    "all_reduce_coalesced": Shape("tensors op group async_op", "tensors", "tensors"),
-    "broadcast": Shape("tensor src group async_op group_src", "tensor", "tensor", "src", gives_alone=True),
-    "reduce": Shape("tensor dst op group async_op group_dst", "tensor", "tensor", "dst", gets_alone=True),
-    "all_gather": Shape("tensor_list tensor group async_op", "tensor", "tensor_list"),
-    "all_gather_into_tensor": Shape("output_tensor input_tensor group async_op", "input_tensor", "output_tensor"),
-    "gather": Shape("tensor gather_list dst group async_op group_dst", "tensor", "gather_list", "dst", gets_alone=True),
-    "scatter": Shape(
-        "tensor scatter_list src group async_op group_src", "scatter_list", "tensor", "src", gives_alone=True
-    ),
-    "reduce_scatter": Shape("output input_list op group async_op", "input_list", "output"),
-    "reduce_scatter_tensor": Shape("output input op group async_op", "input", "output"),
-    "all_to_all": Shape(
-        "output_tensor_list input_tensor_list group async_op", "input_tensor_list", "output_tensor_list"
-    ),
-    "all_to_all_single": Shape("output input output_split_sizes input_split_sizes group async_op", "input", "output"),
-    "send": Shape("tensor dst group tag group_dst", "tensor", "", "dst", is_pairwise=True),
-    "isend": Shape("tensor dst group tag group_dst", "tensor", "", "dst", is_pairwise=True),
-    "recv": Shape("tensor src group tag group_src", "", "tensor", "src", is_pairwise=True),
-    "irecv": Shape("tensor src group tag group_src", "", "tensor", "src", is_pairwise=True),
+    "allreduce": Shape("all_reduce", 0, 0, reduces=True),
+    "allreduce_coalesced": Shape("all_reduce_coalesced", 0, 0, reduces=True),
+    "broadcast": Shape("broadcast", 0, 0, gives_alone=True),
+    "reduce": Shape("reduce", 0, 0, reduces=True, gets_alone=True),
+    "allgather": Shape("all_gather", 1, 0),
+    "allgather_coalesced": Shape("all_gather_coalesced", 1, 0),
+    "_allgather_base": Shape("all_gather_into_tensor", 1, 0),
+    "all_gather_single": Shape("all_gather_into_tensor", 1, 0),
+    "allgather_into_tensor_coalesced": Shape("all_gather_into_tensor_coalesced", 1, 0),
+    "all_gather_single_coalesced": Shape("all_gather_into_tensor_coalesced", 1, 0),
+    "gather": Shape("gather", 1, 0, gets_alone=True),
+    "scatter": Shape("scatter", 1, 0, gives_alone=True),
+    "reduce_scatter": Shape("reduce_scatter", 1, 0, reduces=True),
+    "_reduce_scatter_base": Shape("reduce_scatter_tensor", 1, 0, reduces=True),
+    "reduce_scatter_single": Shape("reduce_scatter_tensor", 1, 0, reduces=True),
+    "reduce_scatter_tensor_coalesced": Shape("reduce_scatter_tensor_coalesced", 1, 0, reduces=True),
+    "reduce_scatter_single_coalesced": Shape("reduce_scatter_tensor_coalesced", 1, 0, reduces=True),
+    "alltoall": Shape("all_to_all", 1, 0),
+    "alltoall_base": Shape("all_to_all_single", 1, 0),
+    "all_to_all_single": Shape("all_to_all_single", 1, 0),
+    "send": Shape("send", 0, None, is_pairwise=True),
+    "recv": Shape("send", None, 0, is_pairwise=True),
+    "recv_anysource": Shape("receive_from_any", None, 0),
 }
-"""The collectives that are recorded."""
-PAIRS = ("isend", "irecv")
+"""The methods that are recorded; a version of PyTorch has some of them under one of two names."""
 OBJECT_COLLECTIVES = (
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
-    "recv_object_list", "monitored_barrier", "barrier",
+    "recv_object_list", "monitored_barrier",
 )  # fmt: skip
+FSDP_COLLECTIVES = "_fsdp_collectives.py"
+"""Where FSDP gathers parameters and reduces gradients."""
+MAX_FRAMES = 12
 
 
-class _Begun(NamedTuple):
+class Begun(NamedTuple):
     """A collective under way."""
 
     builder: StepBuilder
-    path: str
-    occurrence: int
+    site: Site
+    """Of its results, the slot left out."""
     group: int
     inputs: list[int]
     received: list[torch.Tensor]
-    is_coalesced: bool
-    """It only joins others, and runs when the program has named them all."""
+    heard_by: list[int] | None
+    """Where its results are put for what is computed after them."""
+
+
+class Promised(NamedTuple):
+    """Results of a collective under way: their places in the step, and the tensors they will be read from."""
+
+    builder: StepBuilder
+    results: list[tuple[int, torch.Tensor]]
 
 
 class _Local(threading.local):
     depth = 0
+    bucket: list[int] | None = None
+    """Inside a communication hook of DistributedDataParallel: the events of the gradients in its bucket."""
 
 
 class CollectiveHooks:
@@ -102,78 +126,64 @@ class CollectiveHooks:
         self._recorder = recorder
         self._local = _Local()
         self._originals: list[tuple[Any, str, Function, Function]] = []
-        self._pending: dict[int, tuple[Any, _Begun]] = {}
+        self._pending: dict[int, tuple[Any, list[Promised]]] = {}
+        """Identity of a work -> the work and what it promises."""
+        self._coalesced: dict[int, list[Promised]] = {}
+        """Identity of a group that is coalescing -> what was begun."""
+        self._flying: dict[int, list[Promised]] = {}
+        """Storage that a collective is writing -> what else was recorded of it meanwhile."""
+        self._functional = FunctionalCollectives(recorder, self)
+
+    # --- attaching
 
     def install(self) -> None:
-        """Wrap the collectives of `torch.distributed`, where this PyTorch has them."""
+        """Wrap what collectives end in, where this PyTorch has them."""
         if not dist.is_available():
             return
-        for name, shape in SHAPES.items():
-            self._wrap(name, functools.partial(self._observed, name, shape))
         for name in OBJECT_COLLECTIVES:
-            self._wrap(name, lambda original: self._unobserved(original))
-        self._wrap("batch_isend_irecv", self._batched)
-        self._wrap_pairs()
-        work = torch._C._distributed_c10d.Work
-        wait = work.wait
-        settle = self._settle
+            self._wrap_function(name)
+        kind: Any = torch._C._distributed_c10d.ProcessGroup
+        for name, shape in SHAPES.items():
+            self._replace(kind, name, functools.partial(self._observed, shape))
+        self._replace(kind, "_start_coalescing", self._starting)
+        self._replace(kind, "_end_coalescing", self._ending)
+        work: Any = torch._C._distributed_c10d.Work
+        for name in ("wait", "synchronize", "block_current_stream"):
+            self._replace(work, name, self._waiting)
+        self._replace(work, "is_completed", self._asking)
+        self._replace(work, "get_future", self._promising)
+        self._replace(torch.nn.parallel.DistributedDataParallel, "register_comm_hook", self._hooking)
+        self._functional.install()
 
-        @skip_frame
-        def observed_wait(own: Any, *args: Any, **kwargs: Any) -> Any:
-            result = wait(own, *args, **kwargs)
-            settle(own)
-            return result
+    def _replace(self, holder: Any, name: str, make: Callable[[Function], Function]) -> None:
+        if not hasattr(holder, name):
+            return
+        original: Function = getattr(holder, name)
+        wrapper = make(original)
+        setattr(holder, name, wrapper)
+        self._originals.append((holder, name, original, wrapper))
 
-        work.wait = observed_wait  # type: ignore[method-assign, assignment]
-        self._originals.append((work, "wait", wait, observed_wait))
-
-    def _wrap(self, name: str, make: Callable[[Function], Function]) -> None:
+    def _wrap_function(self, name: str) -> None:
         if not hasattr(dist.distributed_c10d, name):
             return
         original: Function = getattr(dist.distributed_c10d, name)
-        wrapper = make(original)
+        wrapper = self._unobserved(original)
         module: Any
-        # Inside its own module PyTorch compares `isend` and `irecv` by identity.
-        for module in (dist,) if name in PAIRS else (dist.distributed_c10d, dist):
+        for module in (dist.distributed_c10d, dist):
             if getattr(module, name, None) is original:
                 setattr(module, name, wrapper)
                 self._originals.append((module, name, original, wrapper))
 
-    def _wrap_pairs(self) -> None:
-        """Have P2POp take the wrapped functions for what they wrap."""
-        wrapped = {wrapper: original for _, name, original, wrapper in self._originals if name in PAIRS}
-        kind = dist.P2POp
-        make, init = kind.__new__, kind.__init__
-
-        def observed_new(cls: Any, op: Function, *args: Any, **kwargs: Any) -> Any:
-            return make(cls, wrapped.get(op, op), *args, **kwargs)
-
-        def observed_init(own: Any, op: Function, *args: Any, **kwargs: Any) -> None:
-            init(own, wrapped.get(op, op), *args, **kwargs)
-
-        kind.__new__ = observed_new  # type: ignore[method-assign]
-        kind.__init__ = observed_init  # type: ignore[method-assign, assignment]
-        self._originals += [(kind, "__new__", make, observed_new), (kind, "__init__", init, observed_init)]
-
-    def _batched(self, original: Function) -> Function:
-        run = self._unobserved(original)
-
-        @functools.wraps(original)
-        @skip_frame
-        def batched(p2p_op_list: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._recorder.is_active and not self._local.depth:
-                self._recorder.current.miss("transfers in batch_isend_irecv", len(p2p_op_list))
-            return run(p2p_op_list, *args, **kwargs)
-
-        return batched
-
     def remove(self) -> None:
         """Put the functions back."""
+        self._functional.remove()
         for holder, name, original, wrapper in self._originals:
             if getattr(holder, name) is wrapper:
                 setattr(holder, name, original)
         self._originals = []
         self._pending.clear()
+        self._coalesced.clear()
+        self._flying.clear()
 
     def _unobserved(self, original: Function) -> Function:
         local = self._local
@@ -189,106 +199,356 @@ class CollectiveHooks:
 
         return run
 
-    def _observed(self, name: str, shape: Shape, original: Function) -> Function:
-        local = self._local
+    # --- one collective
 
+    def _observed(self, shape: Shape, original: Function) -> Function:
         @functools.wraps(original)
         @skip_frame
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if local.depth or not self._recorder.is_active or torch.compiler.is_dynamo_compiling():
-                return original(*args, **kwargs)
-            local.depth += 1
-            try:
-                begun = self._begin(name, shape, args, kwargs)
-                result = original(*args, **kwargs)
+        def run(own: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.sees():
+                return original(own, *args, **kwargs)
+            with self.alone():
+                begun = self._begin_method(shape, own, args, kwargs)
+                result = original(own, *args, **kwargs)
                 if begun is not None:
-                    self._end(begun, result)
+                    self._end_method(own, begun, result)
                 return result
-            finally:
-                local.depth -= 1
 
         return run
 
+    def sees(self) -> bool:
+        """Whether a collective that is begun now, by this thread, is to be recorded."""
+        return not self._local.depth and self._recorder.is_active and not torch.compiler.is_dynamo_compiling()
+
+    def alone(self) -> _Alone:
+        """Return a context in which collectives are parts of one that is recorded."""
+        return _Alone(self._local)
+
     @paused
-    def _begin(self, name: str, shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun | None:
+    def _begin_method(self, shape: Shape, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Begun | None:
+        ranks = process_group_ranks(own)
+        if ranks is None:
+            self._recorder.current.miss("collectives of process groups that torch.distributed does not know")
+            return None
+        options = next((value for value in (*args[1:], *kwargs.values()) if hasattr(value, "timeout")), None)
+        reduction = getattr(options, "reduceOp", None)
+        if reduction is None:
+            reduction = next((value for value in args[1:] if isinstance(value, _REDUCTIONS)), kwargs.get("op"))
+        root = getattr(options, "rootRank", None)
+        if root is None and (shape.gives_alone or shape.gets_alone):
+            root = next((value for value in args[1:] if isinstance(value, int)), 0)
+        rank = dist.get_rank()
+        gives = not shape.gives_alone or ranks[int(root or 0)] == rank
+        gets = not shape.gets_alone or ranks[int(root or 0)] == rank
+        if shape.is_pairwise:
+            peer = ranks[int(args[1] if len(args) > 1 else kwargs.get("dstRank", kwargs.get("srcRank", 0)))]
+            sender, receiver = (rank, peer) if shape.given is not None else (peer, rank)
+            path, op = f"send.{sender}-{receiver}", "send" if shape.given is not None else "recv"
+        else:
+            word = reduction_name(reduction) if shape.reduces else ""
+            path = ".".join(filter(None, (shape.word, word, group_name(ranks))))
+            op = f"{shape.word}({word})" if word else shape.word
+        given = list(_tensors(_argument(shape.given, args, kwargs))) if gives else []
+        received = list(_tensors(_argument(shape.received, args, kwargs))) if gets else []
+        return self.begin(path, op, given, received, is_pairwise=shape.is_pairwise)
+
+    def begin(
+        self,
+        path: str,
+        op: str,
+        given: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        *,
+        is_pairwise: bool = False,
+    ) -> Begun | None:
+        """Record what this rank contributes to a collective; None where its step is not kept."""
         recorder = self._recorder
-        builder = recorder.current
+        builder = recorder.between_steps() if recorder.optimizers.running is None else recorder.current
         if not builder.is_kept:
             return None
-        if not dist.is_initialized():
-            builder.miss("collectives of process groups that torch.distributed does not know")
-            return None
-        values = {**dict(zip(shape.arguments.split(), args, strict=False)), **kwargs}
-        process_group = values.get("group")
-        own = dist.get_rank()
-        ranks = (
-            dist.get_process_group_ranks(process_group)
-            if process_group is not None
-            else list(range(dist.get_world_size()))
-        )
-        if own not in ranks:
-            return None
-        peer = _peer(shape, values, ranks)
-        reduction = values.get("op")
-        if shape.is_pairwise:
-            sender, receiver = (own, peer) if shape.given else (peer, own)
-            path = f"send.{sender}-{receiver}"
-        else:
-            reduces = "reduce" in name
-            words = [name, *([_reduction_name(reduction)] if reduces else []), _group_name(ranks)]
-            path = ".".join(words)
-        occurrence = builder.count(Phase.COMM, "", path, "", False)
         call = recorder.modules.current
-        op = f"{name}({_reduction_name(reduction)})" if "reduce" in name else name
-        group = builder.add_group(
-            "collective", call.root if call is not None else "", call.path if call is not None else "", op,
-            call.group if call is not None else -1,
-        )  # fmt: skip
+        bucket = self._local.bucket
+        if bucket is not None:
+            path = f"{path}.bucket"
+        site = Site(Phase.COMM, "", path, "", builder.count(Phase.COMM, "", path, "", False))
+        root, owner = (call.root, call.path) if call is not None else ("", "")
+        group = builder.add_group("collective", root, owner, op, call.group if call is not None else -1)
         inputs: list[int] = []
-        if shape.given and not (shape.gives_alone and peer != own):
-            for index, tensor in enumerate(_tensors(values.get(shape.given))):
-                site = Site(Phase.COMM, "", path, f"in.{index}", occurrence)
-                inputs += builder.add_tensor(site, tensor, -1, builder.recorded(tensor))
-        gets = bool(shape.received) and not (shape.gets_alone and peer != own)
-        received = list(_tensors(values.get(shape.received))) if gets else []
-        return _Begun(builder, path, occurrence, group, inputs, received, _is_coalescing(process_group))
+        for index, tensor in enumerate(given):
+            known = builder.recorded(tensor) or (bucket if bucket is not None else _surroundings(call))
+            inputs += builder.add_tensor(site._replace(slot=f"in.{index}"), tensor, -1, known)
+        heard_by = None if bucket is not None else _listener(builder, call, is_pairwise)
+        return Begun(builder, site, group, inputs, list(received), heard_by)
 
-    @paused
-    def _end(self, begun: _Begun, result: Any) -> None:
-        if isinstance(result, torch._C._distributed_c10d.Work):
-            self._pending[id(result)] = (result, begun)
-        elif begun.is_coalesced:
-            begun.builder.miss("results of coalesced collectives", len(begun.received))
-        else:
-            self._record_received(begun)
-
-    @paused
-    def _settle(self, work: Any) -> None:
-        held = self._pending.pop(id(work), None)
-        if held is not None and self._recorder.is_active:
-            self._record_received(held[1])
-
-    def _record_received(self, begun: _Begun) -> None:
+    def promise(self, begun: Begun, received: Sequence[torch.Tensor]) -> Promised:
+        """Give the results of a collective their places in the step; `settle` reads them."""
         builder = begun.builder
-        if builder is not self._recorder.current:
-            self._recorder.current.miss("collectives that were begun in one step and waited for in the next")
+        results: list[tuple[int, torch.Tensor]] = []
+        for index, tensor in enumerate(received):
+            site = begun.site._replace(slot=f"out.{index}")
+            events = builder.reserve(site, tensor, begun.group, begun.inputs)
+            results += [(event, tensor) for event in events]
+            self._note(begun, tensor, events)
+            storage = storage_id(tensor)
+            if storage is not None:
+                self._flying.setdefault(storage, [])
+        return Promised(builder, results)
+
+    def awaited(
+        self, builder: StepBuilder, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]
+    ) -> list[int] | None:
+        """Record a tensor that a collective is still writing, to be read when it is complete; None for any other."""
+        if not self._flying:
+            return None
+        inner = _written(tensor)
+        promises = self._flying.get(storage) if (storage := storage_id(inner)) is not None else None
+        if promises is None:
+            return None
+        events = builder.reserve(site, inner, group, inputs)
+        promises.append(Promised(builder, [(event, inner) for event in events]))
+        return events
+
+    def settle(self, promised: Promised) -> None:
+        """Read the results of a collective that is complete."""
+        for event, tensor in promised.results:
+            if self._recorder.is_active:
+                promised.builder.settle(event, tensor)
+            self.land(tensor)
+
+    def land(self, tensor: torch.Tensor) -> None:
+        """Read what was recorded of a tensor's memory while a collective, which is complete, was writing it."""
+        storage = storage_id(tensor)
+        for promised in self._flying.pop(storage, ()) if storage is not None else ():
+            for event, other in promised.results:
+                if self._recorder.is_active:
+                    promised.builder.settle(event, other)
+
+    def expect(self, promised: Promised) -> None:
+        """Read what was promised when somebody waits for its memory."""
+        for event, tensor in promised.results:
+            storage = storage_id(tensor)
+            if storage is not None:
+                self._flying.setdefault(storage, []).append(Promised(promised.builder, [(event, tensor)]))
+
+    def _note(self, begun: Begun, tensor: torch.Tensor, events: list[int]) -> None:
+        begun.builder.remember(tensor, events)
+        if begun.heard_by is not None:
+            begun.heard_by.extend(events)
+        if self._recorder.ops is not None:
+            self._recorder.ops.note_received(begun.builder, tensor, events)
+
+    @paused
+    def _end_method(self, own: Any, begun: Begun, result: Any) -> None:
+        if not begun.received:
             return
-        for index, tensor in enumerate(begun.received):
-            site = Site(Phase.COMM, "", begun.path, f"out.{index}", begun.occurrence)
-            events = builder.add_tensor(site, tensor, begun.group, begun.inputs)
-            builder.remember(tensor, events)
+        promised = self.promise(begun, begun.received)
+        waiting = self._coalesced.get(id(own))
+        if waiting is not None:
+            waiting.append(promised)
+        elif isinstance(result, torch._C._distributed_c10d.Work):
+            self._pending.setdefault(id(result), (result, []))[1].append(promised)
+        else:
+            self.settle(promised)
 
-    def forget(self) -> None:
-        """Note the collectives of a step that nobody waited for; called at the end of a step."""
-        if self._pending:
-            self._recorder.current.miss("asynchronous collectives that were not waited for", len(self._pending))
-            self._pending.clear()
+    # --- several in one
+
+    def _starting(self, original: Function) -> Function:
+        @functools.wraps(original)
+        @skip_frame
+        def start(own: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._recorder.is_active:
+                self._coalesced[id(own)] = []
+            return original(own, *args, **kwargs)
+
+        return start
+
+    def _ending(self, original: Function) -> Function:
+        @functools.wraps(original)
+        @skip_frame
+        def end(own: Any, *args: Any, **kwargs: Any) -> Any:
+            work = original(own, *args, **kwargs)
+            self._end_coalesced(own, work)
+            return work
+
+        return end
+
+    @paused
+    def _end_coalesced(self, own: Any, work: Any) -> None:
+        waiting = self._coalesced.pop(id(own), [])
+        if isinstance(work, torch._C._distributed_c10d.Work):
+            self._pending.setdefault(id(work), (work, []))[1].extend(waiting)
+        else:
+            for promised in waiting:
+                self.settle(promised)
+
+    # --- completion
+
+    def _waiting(self, original: Function) -> Function:
+        @functools.wraps(original)
+        @skip_frame
+        def wait(own: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(own, *args, **kwargs)
+            self._settle_work(own)
+            return result
+
+        return wait
+
+    def _asking(self, original: Function) -> Function:
+        """A program may read a result that it polled for. Of a device's work that says nothing of its stream."""
+
+        @functools.wraps(original)
+        @skip_frame
+        def is_completed(own: Any) -> Any:
+            result = original(own)
+            if result and self._is_on_host(own):
+                self._settle_work(own)
+            return result
+
+        return is_completed
+
+    def _promising(self, original: Function) -> Function:
+        """Whoever takes the future of a work may never wait for the work: its results are read first of all."""
+
+        @functools.wraps(original)
+        @skip_frame
+        def get_future(own: Any) -> Any:
+            future = original(own)
+            if id(own) in self._pending:
+                if self._is_on_host(own):
+                    future.add_done_callback(lambda _: self._settle_work(own))
+                elif in_backward():
+                    self._settle_after_backward(own)
+            return future
+
+        return get_future
+
+    def _settle_after_backward(self, work: Any) -> None:
+        """Read a device's results when backward ends, after what others have put there has run, which waits."""
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: engine.queue_callback(lambda: self._settle_work(work)))
+
+    def _is_on_host(self, work: Any) -> bool:
+        held = self._pending.get(id(work))
+        return held is not None and all(tensor.is_cpu for promised in held[1] for _, tensor in promised.results)
+
+    @paused
+    def _settle_work(self, work: Any) -> None:
+        held = self._pending.pop(id(work), None)
+        for promised in held[1] if held is not None else ():
+            self.settle(promised)
+
+    def close(self, builder: StepBuilder) -> None:
+        """Let go of what nobody waited for in a step that ends."""
+        self._pending = {
+            key: (work, kept)
+            for key, (work, promises) in self._pending.items()
+            if (kept := [promised for promised in promises if promised.builder is not builder])
+        }
+        self._flying = {
+            storage: kept
+            for storage, promises in self._flying.items()
+            if (kept := [promised for promised in promises if promised.builder is not builder])
+        }
+
+    # --- DistributedDataParallel's communication hooks
+
+    def _hooking(self, original: Function) -> Function:
+        """Have a hook's collectives know that they carry a bucket, whose gradients change when buckets are rebuilt."""
+
+        @functools.wraps(original)
+        @skip_frame
+        def register_comm_hook(own: Any, state: Any, hook: Function) -> Any:
+            @functools.wraps(hook)
+            @skip_frame
+            def observed_hook(state: Any, bucket: Any) -> Any:
+                before = self._local.bucket
+                self._local.bucket = self._gradients_in(bucket)
+                try:
+                    return hook(state, bucket)
+                finally:
+                    self._local.bucket = before
+
+            return original(own, state, observed_hook)
+
+        return register_comm_hook
+
+    @paused
+    def _gradients_in(self, bucket: Any) -> list[int]:
+        recorder = self._recorder
+        if not recorder.is_active:
+            return []
+        return [
+            event
+            for parameter in bucket.parameters()
+            for event in recorder.gradients.events_of(recorder.current, parameter)
+        ]
 
 
-def _is_coalescing(process_group: Any) -> bool:
-    world = dist.distributed_c10d._world
-    own = process_group if process_group is not None else dist.distributed_c10d._get_default_group()
-    return own in world.pg_coalesce_state
+class _Alone:
+    """Counts how deep a thread is inside recorded collectives."""
+
+    __slots__ = ("_local",)
+
+    def __init__(self, local: _Local) -> None:
+        self._local = local
+
+    def __enter__(self) -> None:
+        self._local.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._local.depth -= 1
+
+
+def _written(tensor: Any) -> torch.Tensor:
+    """Return the plain tensor that a functional collective's result, or the shard of a DTensor, stands for."""
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return tensor
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return getattr(local, "elem", local)
+
+
+def _surroundings(call: Call | None) -> list[int]:
+    """Return what the code of a module has to compute a contribution from that was recorded nowhere itself."""
+    if call is None or in_backward():
+        return []
+    return [*call.inputs, *call.children, *call.heard()]
+
+
+def _listener(builder: StepBuilder, call: Call | None, is_pairwise: bool) -> list[int] | None:
+    """Return where results go that are not passed on as the tensors they are received in.
+
+    Inside a module's call everything after them in it may be computed from them. In backward, gradients
+    are; the parameters that FSDP gathers serve from then on, and the gradients that it reduces no further
+    gradient is computed from.
+    """
+    if call is not None:
+        return call.received
+    if not in_backward():
+        return None if is_pairwise else builder.top.received
+    purpose = _fsdp_purpose()
+    if purpose is None:
+        return builder.received
+    return builder.gathered if purpose == "gather" else None
+
+
+def _fsdp_purpose() -> str | None:
+    """Return whether FSDP `gather`s parameters or `reduce`s gradients here, None where it is not FSDP's doing."""
+    frame = sys._getframe(1)
+    for _ in range(MAX_FRAMES):
+        code = frame.f_code
+        if code.co_filename.endswith(FSDP_COLLECTIVES) and code.co_name.startswith("foreach_"):
+            return "reduce" if "reduce" in code.co_name else "gather"
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def _argument(position: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if position is None:
+        return None
+    values = [*args, *kwargs.values()]
+    return values[position] if position < len(values) else None
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -299,29 +559,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(member)
 
 
-def _peer(shape: Shape, values: dict[str, Any], ranks: Sequence[int]) -> int:
-    """Return the global rank that a rooted or pairwise collective names, -1 where it names none."""
-    if not shape.root:
-        return -1
-    within = values.get(f"group_{shape.root}")
-    if within is not None:
-        return int(ranks[within])
-    peer = values.get(shape.root)
-    return int(peer) if peer is not None else (ranks[0] if not shape.is_pairwise else -1)
-
-
-def _reduction_name(reduction: Any) -> str:
-    if reduction is None:
-        return "sum"
-    name = str(reduction).rpartition(".")[2].lower()
-    return name if name.isidentifier() else "custom"
-
-
-def _group_name(ranks: Sequence[int]) -> str:
-    """Return `world`, or the ranks: `0-3` for a row of them, `0,2,4` otherwise."""
-    ordered = sorted(ranks)
-    if ordered == list(range(dist.get_world_size())):
-        return "world"
-    if len(ordered) > 1 and ordered == list(range(ordered[0], ordered[-1] + 1)):
-        return f"{ordered[0]}-{ordered[-1]}"
-    return ",".join(map(str, ordered))
+_REDUCTIONS: tuple[type, ...] = (
+    (torch._C._distributed_c10d.ReduceOp, torch._C._distributed_c10d.ReduceOp.RedOpType) if dist.is_available() else ()
+)

@@ -19,7 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bitcheck.events import Level, Phase, Site
 from bitcheck.hooks.dynamo import paused, skip_frame
-from bitcheck.hooks.naming import ByIdentity, ModuleName, is_compiled
+from bitcheck.hooks.naming import ByIdentity, ModuleName, class_name, is_compiled
+from bitcheck.hooks.sharding import is_rehearsal
 from bitcheck.hooks.steps import Call, StepBuilder
 
 if TYPE_CHECKING:
@@ -151,6 +152,8 @@ class ModuleHooks:
 
     @paused
     def _escapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if is_rehearsal():
+            return True
         if escapes_observation((*args, *kwargs.values())):
             self._recorder.current.miss("module calls under tracing, torch.func, fake or meta tensors")
             return True
@@ -257,7 +260,7 @@ class ModuleHooks:
         call = Call(phase, name.root, name.path, is_eval, parent)
         call.occurrence = builder.count(phase, name.root, name.path, "", is_eval)
         call.group = builder.add_group(
-            phase, name.root, name.path, type(module).__name__, parent.group if parent is not None else -1
+            phase, name.root, name.path, class_name(module), parent.group if parent is not None else -1
         )
         call.thread = threading.get_ident()
         builder.calls.append(call)
@@ -272,6 +275,7 @@ class ModuleHooks:
         is_outermost = call.parent is None and call.phase is Phase.FORWARD
         for slot, tensor in arguments:
             is_data = is_outermost and tensor.grad_fn is None and not self._is_activation(tensor)
+            is_data = is_data and not builder.was_received(tensor)
             if is_data:
                 site = Site(Phase.BATCH, call.root, call.path, slot, call.occurrence, call.is_eval)
                 events = builder.add_tensor(site, tensor)
@@ -279,7 +283,7 @@ class ModuleHooks:
             elif self._is_deep:
                 site = Site(call.phase, call.root, call.path, slot, call.occurrence, call.is_eval)
                 known = builder.recorded(tensor)
-                sources = known if known else [*above.inputs, *above.children]
+                sources = known if known else [*above.inputs, *above.children, *above.heard(), *builder.top.received]
                 events = builder.add_again(site, tensor, above.group, sources)
             else:
                 continue
@@ -296,7 +300,7 @@ class ModuleHooks:
         above = call.parent if call.parent is not None else builder.top
         outputs = list(named_tensors(result, "out"))
         if self._is_deep:
-            sources = [*call.inputs, *call.children]
+            sources = [*call.inputs, *call.children, *call.heard(), *builder.top.received]
             for slot, tensor in outputs:
                 site = Site(call.phase, call.root, call.path, slot, call.occurrence, call.is_eval)
                 events = builder.add_again(site, tensor, call.group, sources)

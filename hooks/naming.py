@@ -22,6 +22,10 @@ WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsd
 """Attributes under which PyTorch's own wrappers hold what they wrap; no user names a child so."""
 
 
+PIPELINE = "Pipeline"
+"""The root of the modules of a pipeline's stages."""
+
+
 class ModuleName(NamedTuple):
     """Where a module stands in a run."""
 
@@ -49,6 +53,14 @@ def wrapped_child(module: nn.Module) -> tuple[str, nn.Module] | None:
         owns = any(True for store in (module._parameters, module._buffers) for _ in store.items())
         return None if owns else ("module", children[0][1])
     return None
+
+
+def class_name(module: object) -> str:
+    """Return the name of an object's class; of the class that `fully_shard` makes, that of the user's."""
+    kind = type(module)
+    if len(kind.__bases__) == 2 and kind.__bases__[0].__module__.startswith("torch.distributed."):
+        return kind.__bases__[1].__name__
+    return kind.__name__
 
 
 K = TypeVar("K")
@@ -111,7 +123,7 @@ class Registry:
         A label is free again when its holder is gone, so that a criterion made anew in every step
         keeps one name.
         """
-        kind = type(holder).__name__
+        kind = class_name(holder)
         label, number = kind, 1
         while (held := self._labels.get(label)) is not None and held() is not None:
             number += 1
@@ -127,8 +139,11 @@ class Registry:
         """Return the name of a module, None for one that was never met."""
         return self._names.get(module)
 
-    def add_root(self, module: nn.Module) -> ModuleName:
-        """Register an outermost module and all below it that have no name yet."""
+    def add_root(self, module: nn.Module, stage: int | None = None) -> ModuleName:
+        """Register an outermost module and all below it that have no name yet.
+
+        The module of a pipeline's stage is known by the stage: `Pipeline`, `stage.2`.
+        """
         known = self._names.get(module)
         if known is not None:
             return known
@@ -136,7 +151,12 @@ class Registry:
         while (step := wrapped_child(inner)) is not None:
             inner = step[1]
         held = self._names.get(inner)
-        label, prefix = (held.root, held.path) if held is not None else (self.label(inner), "")
+        if held is not None:
+            label, prefix = held.root, held.path
+        elif stage is not None:
+            label, prefix = PIPELINE, f"stage.{stage}"
+        else:
+            label, prefix = self.label(inner), ""
         self._add_below(module, label, prefix)
         self.roots = [(own, reference) for own, reference in self.roots if reference() is not None]
         self.roots.append((label, weakref.ref(module)))
@@ -149,7 +169,8 @@ class Registry:
         it is known by its class, below the module that called it.
         """
         if root is not None:
-            self._add_below(root, parent.root, "")
+            held = self._names.get(root)
+            self._add_below(root, parent.root, held.path if held is not None else "")
         known = self._names.get(module)
         if known is None:
             path = f"{parent.path}.{type(module).__name__}" if parent.path else type(module).__name__

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 _MAX_SCALARS = 65_536
 """How many different sets of numbers are known by their text."""
+DESUGARED = frozenset({"DTensor", "AsyncCollectiveTensor"})
+"""Tensors around a tensor that say on which mesh it lies, or that it is in flight."""
 PROGRAM = "program"
 """Stands for the module where an operation runs outside all modules."""
 
@@ -167,6 +169,8 @@ class OpHooks(UnseenMode):
 
     @skip_frame
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(kind.__name__ in DESUGARED for kind in types):
+            return NotImplemented  # they go first, and what they do with the tensors inside them is seen
         kwargs = kwargs or {}
         facts = facts_of(func)
         if not self._recorder.is_active or is_quiet():
@@ -365,6 +369,10 @@ class OpHooks(UnseenMode):
         if memory is None or memory.is_gone():
             return False, ()
         return True, memory.events if memory.builder is builder else ()
+
+    def note_received(self, builder: StepBuilder, tensor: torch.Tensor, events: list[int]) -> None:
+        """Note what a collective wrote."""
+        self._note_write(builder, tensor, events, is_new=False)
 
     def _note_write(self, builder: StepBuilder, tensor: torch.Tensor, events: list[int], is_new: bool) -> None:
         memory = self._memory_of(tensor)

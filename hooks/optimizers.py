@@ -190,7 +190,7 @@ class OptimizerHooks:
         for _, (root, path), gradient in gradients:
             occurrence = builder.count(Phase.GRAD, root, path, "grad", False)
             sites.append((Site(Phase.GRAD, root, path, "grad", occurrence), gradient))
-        builder.add_tensors(sites)
+        recorder.sharding.note(builder, builder.add_tensors(sites))
 
     def _record_scalars(self, builder: StepBuilder, optimizer: Optimizer, label: str) -> None:
         for index, group in enumerate(_groups(optimizer)):

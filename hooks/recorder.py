@@ -35,6 +35,7 @@ from bitcheck.hooks.naming import ModuleName, Registry, walk
 from bitcheck.hooks.ops import OpHooks
 from bitcheck.hooks.optimizers import OptimizerHooks
 from bitcheck.hooks.rng import generator_states
+from bitcheck.hooks.sharding import Sharding, stage_in_call
 from bitcheck.hooks.steps import StepBuilder
 from bitcheck.hooks.writer import StepWriter, Store
 
@@ -100,6 +101,7 @@ class Recorder:
         self._pid = 0
         self._training_threads: set[int] = set()
         self._held: _Held | None = None
+        self.sharding = Sharding(self)
         self.modules = ModuleHooks(self)
         self.gradients = GradientHooks(self)
         self.optimizers = OptimizerHooks(self)
@@ -221,7 +223,8 @@ class Recorder:
         """Know an outermost module; its state joins an initial snapshot that is still open."""
         name = self.registry.name_of(module)
         if name is None:
-            name = self.registry.add_root(module)
+            name = self.registry.add_root(module, stage_in_call())
+            self.sharding.learn(module)
             for _, child, _ in walk(module):
                 for parameter in child._parameters.values():
                     self._forward_order.setdefault(id(parameter), len(self._forward_order))
@@ -311,6 +314,8 @@ class Recorder:
         builder = StepBuilder(step, StepKind.STEP, self._is_kept(step), self._digesters)
         if (ops := self.ops) is not None:
             builder.writers = lambda tensor: ops.writers(builder, tensor)[1]
+        if self.collectives is not None:
+            builder.awaited = self.collectives.awaited
         return builder
 
     def _claim(self) -> None:
@@ -382,12 +387,13 @@ class Recorder:
             self._submit(builder)
         self._held = None
         self.modules.forget()
-        if self.collectives is not None:
-            self.collectives.forget()
         if self.ops is not None:
             self.ops.forget()
 
     def _submit(self, builder: StepBuilder) -> None:
+        builder.close()
+        if self.collectives is not None:
+            self.collectives.close(builder)
         if self._writer is None:
             return
         if self._initial is not None:
@@ -430,7 +436,7 @@ class Recorder:
             if key not in taken:
                 taken.add(key)
                 sites.append((Site(phase, root, path, "value"), tensor))
-        builder.add_tensors(sites)
+        self.sharding.note(builder, builder.add_tensors(sites))
         sites = []
         for root, path, slot, value in states:
             key = (f"{Phase.OPTIM}:{slot}", root, path)
@@ -442,7 +448,7 @@ class Recorder:
                 sites.append((site, value))
             else:
                 builder.add_value(site, value)
-        builder.add_tensors(sites)
+        self.sharding.note(builder, builder.add_tensors(sites))
         for name, tracked in self._tracked.items():
             key = (Phase.EXTRA.value, "", name)
             if key not in taken:
@@ -461,7 +467,7 @@ class Recorder:
     def living_tensors(self) -> list[tuple[Phase, str, str, torch.Tensor]]:
         """Return (phase, root, path, tensor) of every parameter and buffer that is in memory."""
         found = [
-            (Phase.PARAM if is_parameter else Phase.BUFFER, root, path, tensor)
+            (Phase.PARAM if is_parameter else Phase.BUFFER, root, path, self.sharding.shard_of(tensor))
             for root, path, tensor, is_parameter in self.registry.tensors()
             if not nn.parameter.is_lazy(tensor)
         ]

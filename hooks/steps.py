@@ -16,6 +16,7 @@ import torch
 from bitcheck.digest import digest_bytes
 from bitcheck.errors import DigestError
 from bitcheck.events import Group, Phase, Site, StepColumns, StepKind
+from bitcheck.hooks.sharding import placement_text
 from bitcheck.hooks.tensors import (
     PlainValue,
     digest_plain,
@@ -208,6 +209,8 @@ class StepBuilder:
                         waiting.setdefault(part.device, []).append((len(record), part))
                     shape = tuple(part.shape)
                     added.append(record.add(own, dtype_name(part), shape, part.nbytes, digest, leaves, group, sources))
+                    if where := placement_text(tensor):
+                        record.placements[added[-1]] = where
             except DigestError as error:
                 self.miss(f"{site.text(False)}: {error}")
         for device, parts in waiting.items():

@@ -1,0 +1,132 @@
+"""Functional collectives: those of DTensor, of compiled graphs, and of autograd in C++.
+
+They are operators (`_c10d_functional.all_reduce`) that give a new tensor, in flight until `wait_tensor`
+is called with it or with a view of it. Whoever calls them, Python, C++ or a compiled graph, PyTorch's
+dispatcher runs a kernel that serves every kind of device; ours goes before it and calls it. So nothing
+that is traced or compiled is any different.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from bitcheck.hooks.dynamo import paused
+from bitcheck.hooks.process_groups import group_name, process_group_ranks
+
+if TYPE_CHECKING:
+    from bitcheck.hooks.collectives import Begun, CollectiveHooks
+    from bitcheck.hooks.recorder import Recorder
+
+NAMESPACE = "_c10d_functional"
+WAIT = "wait_tensor"
+OPERATORS = {
+    name: (word, reduces)
+    for word, reduces, names in (
+        ("all_reduce", True, ("all_reduce", "all_reduce_")),
+        ("all_reduce_coalesced", True, ("all_reduce_coalesced", "all_reduce_coalesced_")),
+        ("all_gather_into_tensor", False, ("all_gather_into_tensor", "all_gather_into_tensor_out")),
+        ("all_gather_into_tensor_coalesced", False, ("all_gather_into_tensor_coalesced",)),
+        ("reduce_scatter_tensor", True, ("reduce_scatter_tensor", "reduce_scatter_tensor_out")),
+        ("reduce_scatter_tensor_coalesced", True, ("reduce_scatter_tensor_coalesced",)),
+        ("all_to_all_single", False, ("all_to_all_single",)),
+        ("broadcast", False, ("broadcast", "broadcast_")),
+    )
+    for name in names
+}
+"""Operator -> (what it is called in a site, does it reduce)."""
+PAIRWISE = ("isend", "irecv", "batch_p2p_ops")
+KEYS = ("CPU", "CUDA")
+
+
+class FunctionalCollectives:
+    """Records functional collectives for one recorder."""
+
+    def __init__(self, recorder: Recorder, collectives: CollectiveHooks) -> None:
+        self._recorder = recorder
+        self._collectives = collectives
+        self._library: Any = None
+
+    def install(self) -> None:
+        """Put our kernels before PyTorch's; where this PyTorch has no way to call those, nothing is seen."""
+        if not hasattr(torch.library, "get_kernel") or not hasattr(torch.ops, NAMESPACE):
+            return
+        self._library = torch.library.Library(NAMESPACE, "IMPL")
+        for name in (*OPERATORS, *PAIRWISE, WAIT):
+            try:
+                schema = getattr(getattr(torch.ops, NAMESPACE), name).default._schema
+            except AttributeError:
+                continue  # another version's
+            names = [argument.name for argument in schema.arguments]
+            for key in KEYS:
+                kernel = torch.library.get_kernel(f"{NAMESPACE}::{name}", key)
+                observed = self._observed_wait(kernel) if name == WAIT else self._observed(name, names, kernel)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    self._library.impl(name, observed, key, with_keyset=True, allow_override=True)
+
+    def remove(self) -> None:
+        """Take our kernels away."""
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+    def _observed(self, name: str, names: Sequence[str], kernel: Any) -> Callable[..., Any]:
+        collectives = self._collectives
+
+        def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            if not collectives.sees():
+                return kernel.call_boxed(keys, *args, **kwargs)
+            with collectives.alone():
+                begun = self._begin(name, dict(zip(names, args, strict=False)) | kwargs)
+                result = kernel.call_boxed(keys, *args, **kwargs)
+                if begun is not None:
+                    self._end(begun, result)
+                return result
+
+        return run
+
+    def _observed_wait(self, kernel: Any) -> Callable[..., Any]:
+        def run(keys: Any, tensor: torch.Tensor) -> Any:
+            result = kernel.call_boxed(keys, tensor)
+            self._settle(tensor)
+            return result
+
+        return run
+
+    @paused
+    def _begin(self, name: str, values: dict[str, Any]) -> Begun | None:
+        if name in PAIRWISE:
+            self._recorder.current.miss(f"functional transfers between two ranks ({name})")
+            return None
+        group = values["group_name"]
+        if isinstance(group, str):
+            registry: Any = dist.distributed_c10d
+            group = registry._resolve_process_group(group)
+        elif isinstance(group, torch.ScriptObject):
+            group = dist.ProcessGroup.unbox(group)
+        ranks = process_group_ranks(group)
+        if ranks is None:
+            self._recorder.current.miss("collectives of process groups that torch.distributed does not know")
+            return None
+        word, reduces = OPERATORS[name]
+        value = values.get("input", values.get("inputs"))
+        given = [value] if isinstance(value, torch.Tensor) else list(value or ())
+        if word == "broadcast" and ranks[int(values["src"])] != dist.get_rank():
+            given = []
+        reduction = str(values.get("reduce_op", "sum")).lower() if reduces else ""
+        path = ".".join(filter(None, (word, reduction, group_name(ranks))))
+        return self._collectives.begin(path, f"{word}({reduction})" if reduces else word, given, ())
+
+    @paused
+    def _end(self, begun: Begun, result: Any) -> None:
+        received = [result] if isinstance(result, torch.Tensor) else list(result or ())
+        self._collectives.expect(self._collectives.promise(begun, received))
+
+    @paused
+    def _settle(self, tensor: torch.Tensor) -> None:
+        self._collectives.land(tensor)

@@ -1,0 +1,171 @@
+"""Which part of a tensor this rank holds: DTensor, FSDP's shards, the copies of DistributedDataParallel, stages.
+
+A DTensor says itself on which mesh it lies. The parameters of a module that DistributedDataParallel
+wraps are plain tensors, equal on every rank of its group, and so are their gradients as the
+optimizer finds them and what the optimizer keeps of them. FSDP (`fully_shard`) computes with
+gathered parameters that take the place of the shards for a while: those bear the shards' names.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bitcheck.events import Phase
+from bitcheck.hooks.naming import walk
+from bitcheck.placements import TensorPlacement
+
+if TYPE_CHECKING:
+    from bitcheck.hooks.recorder import Recorder
+    from bitcheck.hooks.steps import StepBuilder
+
+MAX_FRAMES = 24
+
+
+def storage_id(tensor: torch.Tensor) -> int | None:
+    """Return what identifies a tensor's storage, None for a tensor that has none of its own."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def placement_text(tensor: Any) -> str:
+    """Return where a DTensor lies (see `bitcheck.placements`), "" for any other tensor."""
+    spec = getattr(tensor, "_spec", None)
+    mesh = getattr(spec, "mesh", None)
+    coords = mesh.get_coordinate() if mesh is not None else None
+    if spec is None or mesh is None or not coords:  # a rank outside the mesh holds nothing
+        return ""
+    return _placement_text(mesh, tuple(coords), tuple(map(str, spec.placements)))
+
+
+@lru_cache(maxsize=1024)
+def _placement_text(mesh: Any, coords: tuple[int, ...], kinds: tuple[str, ...]) -> str:
+    names = mesh.mesh_dim_names or [f"dim{number}" for number in range(len(coords))]
+    dims = tuple(zip(names, map(int, mesh.shape), strict=True))
+    return TensorPlacement(dims, tuple(map(int, mesh.mesh.flatten().tolist())), coords, kinds).to_text()
+
+
+def _frames_of_stages() -> Iterator[FrameType]:
+    """Yield the frames around the caller in which a pipeline's stage runs."""
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    if stages is None:
+        return
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(MAX_FRAMES):
+        if frame is None:
+            return
+        if frame.f_code.co_filename == stages.__file__:
+            yield frame
+        frame = frame.f_back
+
+
+def stage_in_call() -> int | None:
+    """Return the number of the pipeline stage whose module is being called, None outside a pipeline."""
+    for frame in _frames_of_stages():
+        number = getattr(frame.f_locals.get("self"), "stage_index", None)
+        if isinstance(number, int):
+            return number
+    return None
+
+
+def is_rehearsal() -> bool:
+    """Say whether a pipeline only finds out the shapes that its stages pass on, with memory that nobody wrote."""
+    return any("inference" in frame.f_code.co_name for frame in _frames_of_stages())
+
+
+class Sharding:
+    """Knows for one recorder what lies where."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._replicated: dict[tuple[bool, str, str], str] = {}
+        """(is a buffer, root, path) -> placement."""
+        self._shards: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
+        """Identity of a gathered parameter -> it, its shard."""
+
+    # --- DistributedDataParallel
+
+    def learn(self, module: nn.Module) -> None:
+        """Look for DistributedDataParallel in a module that was just given a name."""
+        if not dist.is_available() or not dist.is_initialized():
+            return
+        for _, child, _ in walk(module):
+            if isinstance(child, nn.parallel.DistributedDataParallel):
+                self._learn_replicas(child)
+
+    def _learn_replicas(self, wrapper: nn.parallel.DistributedDataParallel) -> None:
+        ranks = tuple(dist.get_process_group_ranks(wrapper.process_group))
+        at = dist.get_rank(wrapper.process_group)
+        text = TensorPlacement((("ddp", len(ranks)),), ranks, (at,), ("R",)).to_text()
+        ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
+        for name, parameter in wrapper.module.named_parameters():
+            own = self._recorder.parameter_name(parameter)
+            if own is not None and name not in ignored:
+                self._replicated[(False, *own)] = text
+        if not wrapper.broadcast_buffers:
+            return
+        for root, path, module in self._recorder.registry.modules():
+            if any(module is inner for inner in wrapper.module.modules()):
+                for name in module._buffers:
+                    full = f"{path}.{name}" if path else name
+                    if not any(full == other or full.endswith(f".{other}") for other in ignored):
+                        self._replicated[(True, root, full)] = text
+
+    def note(self, builder: StepBuilder, events: Iterable[int]) -> None:
+        """Note of state, and of gradients as an optimizer finds them, that every rank of a group holds them."""
+        if not self._replicated:
+            return
+        record = builder.record
+        for event in events:
+            site = record.sites[event]
+            text = self._replicated.get((site.phase is Phase.BUFFER, site.root, site.path))
+            if text is not None:
+                record.placements.setdefault(event, text)
+
+    # --- FSDP
+
+    def name_gathered(self, parameter: torch.Tensor) -> tuple[str, str] | None:
+        """Give a gathered parameter the name of its shard; None for any other tensor."""
+        if "torch.distributed.fsdp._fully_shard" not in sys.modules:
+            return None
+        for _, _, module in self._recorder.registry.modules():
+            for gathered, shard in _fsdp_parameters(module):
+                name = self._recorder.parameter_name(shard)
+                if name is not None:
+                    self._recorder.registry.add_parameter(gathered, *name)
+                    self._shards[id(gathered)] = (weakref.ref(gathered), weakref.ref(shard))
+        return self._recorder.parameter_name(parameter)
+
+    def shard_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return what this rank keeps of a parameter: the shard of a gathered one, else itself."""
+        held = self._shards.get(id(parameter))
+        if held is None or held[0]() is not parameter:
+            return parameter
+        shard = held[1]()
+        return shard if shard is not None else parameter
+
+
+def _fsdp_parameters(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (gathered, shard) of the parameters that FSDP manages at a module, where they were gathered once."""
+    find = getattr(module, "_get_fsdp_state", None)
+    if find is None:
+        return
+    state = find()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # an earlier PyTorch has one a module
+        groups = [state._fsdp_param_group]
+    for group in groups:
+        for held in getattr(group, "fsdp_params", ()):
+            gathered, shard = getattr(held, "_unsharded_param", None), getattr(held, "sharded_param", None)
+            if gathered is not None and shard is not None:
+                yield gathered, shard
