@@ -16,7 +16,7 @@ tried, tested and measured against known truth. `bitcheck reference train` runs 
 On several ranks, under torchrun:
 
     ranks         which groups this process is in      reduce       sums over ranks, `comm.reduce`
-    sharded       a checkpoint of all ranks
+    exchange      tokens to their experts' rank        sharded      a checkpoint of all ranks
 
 Each operation that has forms is a plain function of tensors; modules and autograd functions call it
 and know nothing of how it is done. A kernel for another device (`kernels`) takes the place of:

@@ -33,7 +33,7 @@ def reduce_dprob(da_RF: Tensor, act_RF: Tensor, form: str) -> Tensor:
     """
     products_RF = da_RF * act_RF
     padded = F.pad(products_RF, (0, -products_RF.shape[1] % TILE_F))
-    slots_RJ = padded.view(products_RF.shape[0], -1, TILE_F).sum(-1)
+    slots_RJ = padded.view(len(padded), padded.shape[1] // TILE_F, TILE_F).sum(-1)
     if form == "atomic":
         # Rows race independently of one another, so each has an order of its own.
         slots_RJ = slots_RJ.gather(1, arrival_ranks(*slots_RJ.shape).to(slots_RJ.device))

@@ -164,6 +164,11 @@ class Experts(nn.Module):
         self.up = GroupedLinear(num_experts, d_model, 2 * width, precision, init_std, is_wgrad_fixed)
         self.down = WeightedDown(num_experts, width, d_model, precision, init_std, dprob_form, is_wgrad_fixed)
 
+    def keep(self, first: int, count: int) -> None:
+        """Keep `count` experts from `first` on; other ranks have the others."""
+        self.up.keep_groups(first, count)
+        self.down.keep_groups(first, count)
+
     def forward(self, x_RD: Tensor, prob_R: Tensor, loads_E: Tensor) -> Tensor:
         """Return y bfloat16 [R, D] from `x_RD` bfloat16, `prob_R` float32 and `loads_E` int64."""
         y_RD: Tensor = self.down(self.up(x_RD, loads_E), prob_R, loads_E)

@@ -82,9 +82,9 @@ def quantize_rows(x_MK: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
     num_rows, num_features = x_MK.shape
     x_MK = x_MK.float()
     padding = -num_features % TILE
-    tiles_MQt = (F.pad(x_MK, (0, padding)) if padding else x_MK).view(num_rows, -1, TILE)
+    tiles_MQt = (F.pad(x_MK, (0, padding)) if padding else x_MK).view(num_rows, num_tiles(num_features), TILE)
     scale_MQ = scale_from_amax(tiles_MQt.abs().amax(-1), power_of_two)
-    codes_MK = cast_e4m3(tiles_MQt, scale_MQ.unsqueeze(-1)).view(num_rows, -1)
+    codes_MK = cast_e4m3(tiles_MQt, scale_MQ.unsqueeze(-1)).flatten(1)
     return codes_MK[:, :num_features].contiguous(), scale_MQ
 
 
@@ -93,7 +93,7 @@ def dequantize_rows(codes_MK: Tensor, scale_MQ: Tensor) -> Tensor:
     num_rows, num_features = codes_MK.shape
     x_MK = codes_to_float(codes_MK)
     whole = num_features // TILE * TILE
-    x_MK[:, :whole].view(num_rows, -1, TILE).mul_(scale_MQ[:, : whole // TILE].unsqueeze(-1))
+    x_MK[:, :whole].view(num_rows, whole // TILE, TILE).mul_(scale_MQ[:, : whole // TILE].unsqueeze(-1))
     if whole < num_features:
         x_MK[:, whole:].mul_(scale_MQ[:, -1:])
     return x_MK

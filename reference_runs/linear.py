@@ -79,6 +79,13 @@ class Weight(nn.Module):
             self.codes.copy_(codes)
             self.scale.copy_(scale)
 
+    def keep_groups(self, first: int, count: int) -> None:
+        """Keep `count` groups of a weight [E, N, K] from `first` on: the experts of one rank."""
+        kept = slice(first, first + count)
+        self.weight = bf16_parameter(self.weight.detach()[kept].clone())
+        if self.precision == "fp8":
+            self.codes, self.scale = self.codes[kept].clone(), self.scale[kept].clone()
+
     def operands(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the weight, and its codes and scales where there are any."""
         return (self.weight, self.codes, self.scale) if self.precision == "fp8" else (self.weight, None, None)

@@ -19,7 +19,7 @@ from bitcheck.reference_runs.configs import ModelConfig
 from bitcheck.reference_runs.embedding import Embedding, Head
 from bitcheck.reference_runs.linear import Precision, Weight
 from bitcheck.reference_runs.mla import rotations
-from bitcheck.reference_runs.moe import Router
+from bitcheck.reference_runs.moe import MoE, Router
 from bitcheck.reference_runs.mtp import MTP
 from bitcheck.reference_runs.norm import RMSNorm
 from bitcheck.reference_runs.switches import Switches
@@ -92,6 +92,10 @@ class Model(nn.Module):
     def routers(self) -> dict[str, Router]:
         """Return every router by its qualified name."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Router)}
+
+    def expert_layers(self) -> list[MoE]:
+        """Return the mixtures of experts, in the order of the layers."""
+        return [module for module in self.modules() if isinstance(module, MoE)]
 
     def derive_weights(self) -> None:
         """Make every FP8 weight anew from its BF16 parameter: after a step, and after loading."""

@@ -23,12 +23,14 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitcheck.reference_runs.arrival import arrival_ranks
 from bitcheck.reference_runs.configs import ModelConfig
 from bitcheck.reference_runs.embedding import full_precision
+from bitcheck.reference_runs.exchange import Exchange, count_nodes, send_to_experts
 from bitcheck.reference_runs.experts import Experts, FeedForward
 from bitcheck.reference_runs.fp8 import dequantize_rows, quantize_rows
 from bitcheck.reference_runs.linear import Precision, bf16_parameter
@@ -159,36 +161,46 @@ class _Dispatch(torch.autograd.Function):
     """Rows for the experts. The backward is a combine: it sums a token's K gradients in BF16."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, row_TK: Tensor, slot_R: Tensor, is_fp8: bool, is_fixed: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        row_TK: Tensor,
+        slot_R: Tensor,
+        is_fp8: bool,
+        is_fixed: bool,
+        exchange: Exchange | None,
+    ) -> Tensor:
         ctx.save_for_backward(row_TK)
-        ctx.is_fixed = is_fixed
+        ctx.is_fixed, ctx.exchange = is_fixed, exchange
         token_R = slot_R // row_TK.shape[1]
         if not is_fp8:
-            return x_TD[token_R]
+            return x_TD[token_R] if exchange is None else exchange.to_experts(x_TD[token_R])
         # What crosses to the experts is codes and scales. Four bits of mantissa times a power of two
         # is a BF16 number: read as BF16 and cast again by the experts, the values stay what they are.
         codes_TD, scale_TQ = quantize_rows(x_TD, power_of_two=True)
-        codes_RD = codes_TD.view(torch.uint8)[token_R].view(torch.float8_e4m3fn)
-        return dequantize_rows(codes_RD, scale_TQ[token_R]).bfloat16()
+        codes_RD, scale_RQ = codes_TD.view(torch.uint8)[token_R], scale_TQ[token_R]
+        if exchange is not None:
+            codes_RD, scale_RQ = exchange.to_experts(codes_RD), exchange.to_experts(scale_RQ)
+        return dequantize_rows(codes_RD.view(torch.float8_e4m3fn), scale_RQ).bfloat16()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (row_TK,) = ctx.saved_tensors
-        dx_RD = gradients[0]
+        dx_RD = gradients[0] if ctx.exchange is None else ctx.exchange.to_tokens(gradients[0])
         dx_TD = dx_RD.new_zeros(row_TK.shape[0], dx_RD.shape[1])
-        return add_slots(dx_TD, dx_RD, row_TK, ctx.is_fixed), None, None, None, None
+        return add_slots(dx_TD, dx_RD, row_TK, ctx.is_fixed), None, None, None, None, None
 
 
 class Dispatch(nn.Module):
-    """Copy tokens to their experts' rows, in FP8 with power-of-two scales."""
+    """Copy tokens to their experts' rows, in FP8 with power-of-two scales, and perhaps to other ranks."""
 
     def __init__(self, precision: Precision, is_fixed: bool) -> None:
         super().__init__()
         self.is_fp8, self.is_fixed = precision == "fp8", is_fixed
 
-    def forward(self, x_TD: Tensor, row_TK: Tensor, slot_R: Tensor) -> Tensor:
-        """Return bfloat16 [R, D] for bfloat16 `x_TD`."""
-        x_RD: Tensor = _Dispatch.apply(x_TD, row_TK, slot_R, self.is_fp8, self.is_fixed)
+    def forward(self, x_TD: Tensor, row_TK: Tensor, slot_R: Tensor, exchange: Exchange | None = None) -> Tensor:
+        """Return bfloat16 [R, D] for bfloat16 `x_TD`; with `exchange` the rows of this rank's experts."""
+        x_RD: Tensor = _Dispatch.apply(x_TD, row_TK, slot_R, self.is_fp8, self.is_fixed, exchange)
         return x_RD
 
 
@@ -196,15 +208,28 @@ class _Combine(torch.autograd.Function):
     """The shared expert's output plus each token's rows, in BF16. The backward is a dispatch."""
 
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, shared_TD: Tensor, row_TK: Tensor, slot_R: Tensor, is_fixed: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        y_RD: Tensor,
+        shared_TD: Tensor,
+        row_TK: Tensor,
+        slot_R: Tensor,
+        is_fixed: bool,
+        exchange: Exchange | None,
+    ) -> Tensor:
         ctx.save_for_backward(slot_R)
-        ctx.top_k = row_TK.shape[1]
+        ctx.top_k, ctx.exchange = row_TK.shape[1], exchange
+        if exchange is not None:
+            y_RD = exchange.to_tokens(y_RD)
         return add_slots(shared_TD.clone(), y_RD, row_TK, is_fixed)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (slot_R,) = ctx.saved_tensors
-        return gradients[0][slot_R // ctx.top_k], gradients[0], None, None, None
+        dy_RD = gradients[0][slot_R // ctx.top_k]
+        if ctx.exchange is not None:
+            dy_RD = ctx.exchange.to_experts(dy_RD)
+        return dy_RD, gradients[0], None, None, None, None
 
 
 class Combine(nn.Module):
@@ -214,9 +239,11 @@ class Combine(nn.Module):
         super().__init__()
         self.is_fixed = is_fixed
 
-    def forward(self, y_RD: Tensor, shared_TD: Tensor, row_TK: Tensor, slot_R: Tensor) -> Tensor:
+    def forward(
+        self, y_RD: Tensor, shared_TD: Tensor, row_TK: Tensor, slot_R: Tensor, exchange: Exchange | None = None
+    ) -> Tensor:
         """Return bfloat16 [T, D] for bfloat16 `y_RD` and `shared_TD`."""
-        out_TD: Tensor = _Combine.apply(y_RD, shared_TD, row_TK, slot_R, self.is_fixed)
+        out_TD: Tensor = _Combine.apply(y_RD, shared_TD, row_TK, slot_R, self.is_fixed, exchange)
         return out_TD
 
 
@@ -239,6 +266,17 @@ class MoE(nn.Module):
             switches.is_fixed("moe.wgrad"),
         )
         self.combine = Combine(is_combine_fixed)
+        self._group: dist.ProcessGroup | None = None
+        self.num_placed = 0
+        """(token, expert) pairs of training forwards with experts on several ranks."""
+        self.num_visits = 0
+        """(token, node) pairs of the same: a token visits a node for all of its experts there."""
+
+    def share_experts(self, group: dist.ProcessGroup) -> None:
+        """Keep this rank's part of the experts, and reach the others' through `group`."""
+        count = self.router.config.num_experts // dist.get_world_size(group)
+        self.experts.keep(dist.get_rank(group) * count, count)
+        self._group = group
 
     def forward(self, u_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """Return (y bfloat16 [B, S, D], balance loss) for bfloat16 `u_BSD`."""
@@ -246,6 +284,19 @@ class MoE(nn.Module):
         u_TD = u_BSD.flatten(0, 1)
         row_TK, slot_R, loads_E = make_plan(routing.experts_TK, self.router.config.num_experts)
         prob_R = routing.prob_TK.flatten().gather(0, slot_R)
-        y_RD = self.experts(self.dispatch(u_TD, row_TK, slot_R), prob_R, loads_E)
-        y_TD = self.combine(y_RD, self.shared(u_TD), row_TK, slot_R)
+        if self._group is None:
+            y_RD = self.experts(self.dispatch(u_TD, row_TK, slot_R), prob_R, loads_E)
+            y_TD = self.combine(y_RD, self.shared(u_TD), row_TK, slot_R)
+        else:
+            self._count(routing.experts_TK)
+            exchange = Exchange(loads_E, self._group)
+            x_RD = self.dispatch(u_TD, row_TK, slot_R, exchange)
+            y_RD = self.experts(x_RD, send_to_experts(prob_R, exchange), exchange.loads_E)
+            y_TD = self.combine(y_RD, self.shared(u_TD), row_TK, slot_R, exchange)
         return y_TD.view_as(u_BSD), routing.balance_loss
+
+    def _count(self, experts_TK: Tensor) -> None:
+        if self.training:
+            config = self.router.config
+            self.num_placed += experts_TK.numel()
+            self.num_visits += int(count_nodes(experts_TK, config.num_experts, config.num_groups).sum())

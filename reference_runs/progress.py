@@ -3,6 +3,8 @@
 The live line is rich's and goes to stderr; plain lines go to stdout, one a step:
 
     step     12  loss 3.4182  grad norm 1.204  lr 1.30e-03  2,412 tokens/s
+
+With expert parallelism it ends in how many of its experts a token meets at each node that it visits.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from bitcheck.reference_runs.train import StepReport
 
 def format_step(report: StepReport) -> str:
     """Return a step's line."""
+    spread = "" if report.experts_per_node is None else f"  {report.experts_per_node:.2f} experts a node"
     return (
         f"step {report.step:6d}  loss {report.loss:.4f}  grad norm {report.grad_norm:.3f}  lr {report.lr:.2e}"
-        f"  {report.tokens / report.seconds:,.0f} tokens/s"
+        f"  {report.tokens / report.seconds:,.0f} tokens/s{spread}"
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from bitcheck.reference_runs.configs.degrees import Degrees
-from bitcheck.reference_runs.moe import Router
+from bitcheck.reference_runs.moe import MoE, Router
 
 
 class Ranks:
@@ -48,6 +48,15 @@ class Ranks:
         dist.all_reduce(total, group=self.dp)
         for load, summed in zip(loads, total, strict=True):
             load.copy_(summed)
+
+    def experts_per_node(self, layers: Iterable[MoE]) -> float:
+        """Return on how many experts a token meets at a node it visits, mean of the step on all ranks; starts anew."""
+        counts = torch.zeros(2, dtype=torch.int64)
+        for moe in layers:
+            counts += torch.tensor([moe.num_placed, moe.num_visits])
+            moe.num_placed = moe.num_visits = 0
+        dist.all_reduce(counts)
+        return int(counts[0]) / int(counts[1])
 
     def gather(self, values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
         """Return `values` of every rank of `group`, in rank order; all have one shape and dtype."""

@@ -17,7 +17,7 @@ Legend: M micro-batches of a rank, N elements of all gradients, R ranks, n eleme
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitcheck.reference_runs.arrival import sum_parts
+from bitcheck.reference_runs.ranks import Ranks
 
 
 def sum_ordered(parts_MN: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -41,6 +42,24 @@ def sum_ordered(parts_MN: Tensor, group: dist.ProcessGroup) -> Tensor:
     total_Rn = slice_n.new_empty(num_ranks, slice_n.numel())
     dist.all_gather(list(total_Rn.unbind()), slice_n, group=group)
     return total_Rn.flatten()[:num_values]
+
+
+def global_norm(norms_n: Tensor, positions: Sequence[int], is_shard: Sequence[bool], size: int, ranks: Ranks) -> Tensor:
+    """Return the norm of all gradients of the model, float32 0-d and the same on every rank.
+
+    `norms_n` float32 are the norms of this rank's parameters, `positions` their places among the `size` ones of the
+    whole model, `is_shard` whether the other expert-parallel ranks have other parts. Deterministic: norms are put
+    in the model's order, a part an expert-parallel rank; each place is filled by one rank and zero on the others,
+    so that the sum over ranks adds nothing.
+    """
+    norms_PN = norms_n.new_zeros(ranks.degrees.ep, size)
+    for norm, position, is_part in zip(norms_n, positions, is_shard, strict=True):
+        if is_part or ranks.ep_rank == 0:
+            norms_PN[ranks.ep_rank if is_part else 0, position] = norm
+    for group in (ranks.ep, ranks.pp):
+        dist.all_reduce(norms_PN, group=group)
+    total: Tensor = torch.linalg.vector_norm(norms_PN)
+    return total
 
 
 class GradientSum:

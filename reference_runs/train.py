@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,7 +44,7 @@ from bitcheck.reference_runs.linear import Precision
 from bitcheck.reference_runs.model import Model
 from bitcheck.reference_runs.optimizer import make_optimizer, masters, unscale_and_clip
 from bitcheck.reference_runs.ranks import Ranks, process_group
-from bitcheck.reference_runs.reduce import GradientSum
+from bitcheck.reference_runs.reduce import GradientSum, global_norm
 from bitcheck.reference_runs.schedule import learning_rate
 from bitcheck.reference_runs.switches import Switches
 
@@ -80,6 +81,8 @@ class StepReport:
     lr: float
     seconds: float
     tokens: int
+    experts_per_node: float | None = None
+    """With expert parallelism: how many experts a token meets at a node that it visits, on average."""
 
 
 class Listener(Protocol):
@@ -100,13 +103,26 @@ class Trainer:
         self.config, self.text, self.options, self.ranks = config, text, options, ranks
         self.loader = Loader(text, config.data, options.seed)
         self.model = Model(config.model, config.data.seq_len, options.precision, options.switches)
+        names = [name for name, _ in self.model.named_parameters()]
+        if ranks is not None and ranks.degrees.ep > 1:
+            for moe in self.model.expert_layers():
+                moe.share_experts(ranks.ep)
         o = config.optimizer
         self.optimizer = make_optimizer(self.model, o.lr, o.betas, o.eps, o.weight_decay)
         self.ema = EMA(masters(self.model, self.optimizer), o.ema_decay)
         self._sums: list[GradientSum] = []
+        self._total_norm: Callable[[Tensor], Tensor] = torch.linalg.vector_norm
         if ranks is not None:
             is_ordered = options.switches["comm.reduce"] == "ordered"
-            self._sums = [GradientSum(self.model.parameters(), ranks.dp, is_ordered)]
+            named = dict(self.model.named_parameters())
+            is_shard = [ranks.degrees.ep > 1 and sharded.is_sharded(name) for name in named]
+            for group, is_theirs in ((ranks.dp, False), (ranks.edp, True)):
+                theirs = [p for p, is_part in zip(named.values(), is_shard, strict=True) if is_part is is_theirs]
+                self._sums.append(GradientSum(theirs, group, is_ordered))
+            positions = [names.index(name) for name in named]
+            self._total_norm = partial(
+                global_norm, positions=positions, is_shard=is_shard, size=len(names), ranks=ranks
+            )
         self.step = 0
         self.held_out_loss = math.nan
         """What `train` found at its end, nats a byte."""
@@ -122,7 +138,7 @@ class Trainer:
         losses = self._run_micro_batches()
         for gradients in self._sums:
             gradients.finish()
-        norm = unscale_and_clip(self.model.parameters(), optimizer.clip_norm, optimizer.loss_scale)
+        norm = unscale_and_clip(self.model.parameters(), optimizer.clip_norm, optimizer.loss_scale, self._total_norm)
         self.optimizer.step()
         if self.ranks is not None:
             self.ranks.sum_loads(self.model.routers().values())
@@ -130,8 +146,12 @@ class Trainer:
         self.ema.start_update(masters(self.model, self.optimizer))
         self.step += 1
         loss = float(self._all_losses(losses).mean())
+        experts_per_node = None
+        if self.ranks is not None and self.ranks.degrees.ep > 1:
+            experts_per_node = self.ranks.experts_per_node(self.model.expert_layers())
         seconds = time.perf_counter() - began
-        return StepReport(self.step - 1, loss, norm, lr, seconds, self.config.data.tokens_per_step)
+        tokens = self.config.data.tokens_per_step
+        return StepReport(self.step - 1, loss, norm, lr, seconds, tokens, experts_per_node)
 
     def _run_micro_batches(self) -> list[Tensor]:
         """Run forward and backward of a step's micro-batches that are this rank's; return their losses."""
