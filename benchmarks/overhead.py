@@ -6,7 +6,7 @@ Every round times one step of each variant on its own copy of the reference trai
 rotates, so that whatever else the machine does falls on all alike. A variant's ratio is the median over
 the rounds of (its step / the bare step of the same round). The peers are what else a PyTorch user has:
 
-    DebugMode   torch.utils._debug_mode.DebugMode with the hash of every tensor of every operation
+    DebugMode   torch.utils._debug_mode.DebugMode with the hash of every tensor of every operation; one step each
     naive       copy every gradient, parameter and optimizer tensor to bytes and hash each with sha256
 """
 
@@ -114,8 +114,8 @@ def _give_up(error: BitcheckError) -> None:
     raise error
 
 
-PEER_ROUNDS = 2
-"""Rounds in which the peers take part: they are so slow that more would tell nothing."""
+PEER_ROUNDS = 1
+"""Rounds in which the peers take part: DebugMode needs minutes for a step."""
 
 
 def measure(config: str, rounds: int, folder: Path) -> dict[str, list[float]]:
@@ -139,10 +139,10 @@ def measure(config: str, rounds: int, folder: Path) -> dict[str, list[float]]:
 def measure_memory(config: str, steps: int) -> dict[str, float]:
     """Return the peak resident memory of a process that trains bare and recorded, MiB."""
     program = (
-        "import resource, sys; from bitcheck.cli import main\n"
+        "import sys; from pathlib import Path; from bitcheck.cli import main\n"
         "try: main(sys.argv[1:])\n"
-        "finally: print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
-    )
+        "finally: print('peak', Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0], file=sys.stderr)"
+    )  # not getrusage: what it gives starts at the peak of the process that forked this one
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in ("bare", *Level):
@@ -173,9 +173,13 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for name, values in seconds.items():
         ratios = [value / bare for value, bare in zip(values, seconds["bare"], strict=False)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
         more = f"{memory[name] - memory['bare']:.0f}" if name in memory else ""
-        print(f"| {name} | {statistics.median(values) * 1e3:.1f} | {middle:.3f} | {low:.3f} to {high:.3f} | {more} |")
+        spread = "one step"
+        if len(ratios) > 1:
+            low, _, high = statistics.quantiles(ratios, n=4)
+            spread = f"{low:.3f} to {high:.3f}"
+        middle = statistics.median(ratios)
+        print(f"| {name} | {statistics.median(values) * 1e3:.1f} | {middle:.3f} | {spread} | {more} |")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ _MAX_SCALARS = 65_536
 """How many different sets of numbers are known by their text."""
 DESUGARED = frozenset({"DTensor", "AsyncCollectiveTensor"})
 """Tensors around a tensor that say on which mesh it lies, or that it is in flight."""
+_SWEEP = 256
+"""Storages to know of before those that are gone are looked for."""
 PROGRAM = "program"
 """Stands for the module where an operation runs outside all modules."""
 
@@ -135,6 +137,7 @@ class OpHooks(UnseenMode):
         self._capture = Capture(capture) if capture is not None else None
         self._lines = Lines() if with_lines else None
         self._memory: dict[int, _Memory] = {}
+        self._next_sweep = _SWEEP
         self._places: dict[tuple[Phase, str, str, str, bool], list[_Sites]] = {}
         self._scalars: dict[str, tuple[str, tuple[int, ...], int, bytes, bytes, str]] = {}
         self._state: set[int] = set()
@@ -392,6 +395,8 @@ class OpHooks(UnseenMode):
             return None
         memory = self._memory.get(storage)
         if memory is None:
+            if len(self._memory) >= self._next_sweep:
+                self._sweep()
             memory = self._memory[storage] = _Memory(tensor)
         elif memory.is_gone():
             memory.begin_again(tensor)
@@ -430,10 +435,16 @@ class OpHooks(UnseenMode):
 
     def forget(self) -> None:
         """Drop what is known of memory that is gone; called at the end of a step."""
-        self._memory = {key: memory for key, memory in self._memory.items() if not memory.is_gone()}
+        self._sweep()
         for memory in self._memory.values():
             if memory.builder is not self._recorder.current:
                 memory.builder, memory.events = None, ()
+
+    def _sweep(self) -> None:
+        """Drop what is gone. Before long: what is known of a storage keeps a few of its bytes where they lie,
+        and as many of those as a step has results would leave its memory in pieces that nothing fits into."""
+        self._memory = {key: memory for key, memory in self._memory.items() if not memory.is_gone()}
+        self._next_sweep = 2 * len(self._memory) + _SWEEP
 
 
 def _node_name() -> str:

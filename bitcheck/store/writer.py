@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,7 +28,9 @@ from bitcheck.store.layout import (
 
 _PHASE_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 _KNOWN_LAYOUTS = 8
-"""How many layouts a writer keeps to compare a step with; older ones are found by their hash."""
+_KNOWN_EVENTS = 100_000
+"""How many layouts a writer keeps to compare a step with, and of how many events together where that is more
+than one; older ones are found by their hash."""
 _KNOWN_VALUES = 65_536
 """Distinct strings remembered for interning; beyond it they are forgotten and may be stored again."""
 
@@ -197,7 +199,7 @@ class RankWriter:
             np.array([index for indices in inputs for index in indices], np.int32),
         )
         known = _KnownLayout(self._layout_number(layout), layout, key)
-        self._layouts = [known, *self._layouts[: _KNOWN_LAYOUTS - 1]]
+        self._layouts = _most_recent([known, *self._layouts])
         return known
 
     def _layout_number(self, layout: Layout) -> int:
@@ -249,7 +251,7 @@ class RankWriter:
             self._columns["meta_tensors"].append(np.array([self._tensors[kind] for kind in kinds], np.uint32))
             number = self._meta_ids[meta.hash] = self._columns["metas"].append(rows)
         known = _KnownMeta(number, meta, key)
-        self._metas = [known, *self._metas[: _KNOWN_LAYOUTS - 1]]
+        self._metas = _most_recent([known, *self._metas])
         return known
 
     def _write_values(self, values: list[str]) -> int:
@@ -314,3 +316,13 @@ class _KnownMeta(NamedTuple):
     number: int
     meta: Meta
     key: list[list[Any]]
+
+
+_Known = TypeVar("_Known", _KnownLayout, _KnownMeta)
+
+
+def _most_recent(known: list[_Known]) -> list[_Known]:
+    """Return the first of what is known, as many as may be kept."""
+    num_events = itertools.accumulate(len(each.key[0]) for each in known)
+    num_kept = sum(total <= _KNOWN_EVENTS for total in num_events)
+    return known[: min(max(num_kept, 1), _KNOWN_LAYOUTS)]
