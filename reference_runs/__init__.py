@@ -17,6 +17,7 @@ On several ranks, under torchrun:
 
     ranks         which groups this process is in      reduce       sums over ranks, `comm.reduce`
     exchange      tokens to their experts' rank        sharded      a checkpoint of all ranks
+    pipeline      stages, in DualPipeV's order
 
 Each operation that has forms is a plain function of tensors; modules and autograd functions call it
 and know nothing of how it is done. A kernel for another device (`kernels`) takes the place of:

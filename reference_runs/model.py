@@ -69,12 +69,20 @@ class Model(nn.Module):
 
     def forward(self, inputs_BS: Tensor, targets_BS2: Tensor) -> Losses:
         """Return the losses for int64 `inputs_BS` and `targets_BS2`: the next token and the one after."""
-        next_BS, after_BS = targets_BS2.unbind(-1)
-        x_BSD = self.dropout(self.embedding(inputs_BS)).bfloat16()
+        x_BSD = self.embed(inputs_BS)
         balance = torch.zeros((), device=x_BSD.device)
         for layer in self.layers:
             x_BSD, layer_balance = layer(x_BSD, self.rotation)
             balance = balance + layer_balance
+        return self.losses(x_BSD, balance, targets_BS2)
+
+    def embed(self, inputs_BS: Tensor) -> Tensor:
+        """Return what the first layer gets, bfloat16 [B, S, D], for int64 `inputs_BS`."""
+        return self.dropout(self.embedding(inputs_BS)).bfloat16()
+
+    def losses(self, x_BSD: Tensor, balance: Tensor, targets_BS2: Tensor) -> Losses:
+        """Return the losses for what the last layer gives, bfloat16, and the layers' balance losses, float32 0-d."""
+        next_BS, after_BS = targets_BS2.unbind(-1)
         main = self.loss(self.head(self.norm(x_BSD)), next_BS)
         mtp_BSD, mtp_balance = self.mtp(x_BSD, self.embedding(next_BS), self.rotation)
         mtp = self.loss(self.head(mtp_BSD), after_BS)

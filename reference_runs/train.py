@@ -43,6 +43,7 @@ from bitcheck.reference_runs.ema import EMA
 from bitcheck.reference_runs.linear import Precision
 from bitcheck.reference_runs.model import Model
 from bitcheck.reference_runs.optimizer import make_optimizer, masters, unscale_and_clip
+from bitcheck.reference_runs.pipeline import Pipeline
 from bitcheck.reference_runs.ranks import Ranks, process_group
 from bitcheck.reference_runs.reduce import GradientSum, global_norm
 from bitcheck.reference_runs.schedule import learning_rate
@@ -104,6 +105,9 @@ class Trainer:
         self.loader = Loader(text, config.data, options.seed)
         self.model = Model(config.model, config.data.seq_len, options.precision, options.switches)
         names = [name for name, _ in self.model.named_parameters()]
+        self._pipeline: Pipeline | None = None
+        if ranks is not None and ranks.degrees.pp > 1:
+            self._pipeline = Pipeline(self.model, config.data, ranks, self._loss_weight)
         if ranks is not None and ranks.degrees.ep > 1:
             for moe in self.model.expert_layers():
                 moe.share_experts(ranks.ep)
@@ -155,24 +159,51 @@ class Trainer:
 
     def _run_micro_batches(self) -> list[Tensor]:
         """Run forward and backward of a step's micro-batches that are this rank's; return their losses."""
-        num_micro, losses = self.config.data.micro_batches, []
-        for number in range(num_micro):
+        if self._pipeline is not None:
+            return self._run_pipeline(self._pipeline)
+        losses = []
+        for number in range(self.config.data.micro_batches):
             inputs_BS, targets_BS2 = self.loader.next_batch()
-            if self.ranks is not None and number % self.options.degrees.dp != self.ranks.dp_rank:
+            if not self._is_mine(number):
                 self.model.draw_only(inputs_BS)
                 continue
             output = self.model(inputs_BS, targets_BS2)
-            (output.total * (self.config.optimizer.loss_scale / num_micro)).backward()
+            (output.total * self._loss_weight).backward()
             losses.append(output.main.detach())
             for gradients in self._sums:
                 gradients.end_micro_batch()
         return losses
+
+    def _run_pipeline(self, pipeline: Pipeline) -> list[Tensor]:
+        batches, states = [], []
+        for number in range(self.config.data.micro_batches):
+            batch, state = self.loader.next_batch(), torch.get_rng_state()
+            self.model.draw_only(batch[0])
+            if self._is_mine(number):
+                batches.append(batch)
+                states.append(state)
+        losses = pipeline.step(batches, states)
+        # They have added up already: a rank's micro-batches are one part.
+        for gradients in self._sums:
+            gradients.end_micro_batch()
+        return list(losses)
+
+    def _is_mine(self, number: int) -> bool:
+        """Tell whether micro-batch `number` of a step is for this rank, or this rank's pipeline."""
+        return self.ranks is None or number % self.ranks.degrees.dp == self.ranks.dp_rank
+
+    @property
+    def _loss_weight(self) -> float:
+        """What a micro-batch's loss is multiplied by before backward."""
+        return self.config.optimizer.loss_scale / self.config.data.micro_batches
 
     def _all_losses(self, losses: list[Tensor]) -> Tensor:
         """Return the losses of all micro-batches in their order, float32 [M], from this rank's."""
         mine = torch.stack(losses)
         if self.ranks is None:
             return mine
+        if self._pipeline is not None:
+            mine = self.ranks.gather(mine, self.ranks.pp)[0]  # the last stage is on the first rank
         # Rank r has micro-batches r, r + dp, ...
         return torch.stack(self.ranks.gather(mine, self.ranks.dp), 1).flatten()
 
@@ -185,9 +216,14 @@ class Trainer:
     def evaluate(self) -> float:
         """Return the cross entropy of held-out bytes, in nats. Draws from no generator."""
         self.model.eval()
-        losses = [self.model(*batch).main for batch in self.loader.held_out_batches(EVAL_SEQUENCES)]
+        batches = list(self.loader.held_out_batches(EVAL_SEQUENCES))
+        if self._pipeline is not None:
+            assert self.ranks is not None
+            losses = self.ranks.gather(self._pipeline.evaluate(batches), self.ranks.pp)[0]
+        else:
+            losses = torch.stack([self.model(*batch).main for batch in batches])
         self.model.train()
-        return float(torch.stack(losses).mean())
+        return float(losses.mean())
 
     def header(self) -> dict[str, Any]:
         """Return what a checkpoint says about the run that it is of."""
