@@ -9,13 +9,16 @@ must not. The change is taken from the digest itself: the digests of a buffer be
 was flipped, combined by exclusive or. A digest that does not see the bit changes nothing, and the
 control fails.
 
-Place in the flow: run, store, diff -> *control* -> gate, bisect, commits.
+The same for the check of replicas: one bit of one rank's copy must be found, on that rank.
+
+Place in the flow: run, store, diff, replicas -> *control* -> gate, bisect, commits.
 """
 
 from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,9 @@ from bitcheck.diff import diff_runs
 from bitcheck.digest import digest_bytes
 from bitcheck.events import Phase, StepKind, StepRecord
 from bitcheck.follow import Compare, first_differing_step
+from bitcheck.replica_groups import Selector, parse_group
+from bitcheck.replicas import check_replicas
+from bitcheck.replicas_answer import ReplicaVerdict
 from bitcheck.run import Run, create_run, open_run, rank_path, update_run
 from bitcheck.store import RankWriter
 
@@ -90,6 +96,61 @@ def run_control(run: Run, *, compare: Compare = diff_runs, first_differing: Any 
             if problem:
                 break
     return Control(record.step, rank, site.text(False), problem)
+
+
+def run_replica_control(
+    run: Run, *, groups: Sequence[str] = (), exceptions: Sequence[str] = (), check: Any = check_replicas
+) -> Control:
+    """Plant a flipped bit in one rank's copy of a replicated tensor, in a copy of a step of `run`, and look for it.
+
+    Raises ValueError where no rank holds a copy of anything, RunError where the run cannot be read.
+    """
+    rank, row, event = _choose_copy(run, groups, exceptions)
+    record = run.rank(rank).load(row).to_record()
+    site = record.events[event].site
+    names = (site.text(False), site.text(True))
+    with tempfile.TemporaryDirectory(prefix="bitcheck-control-", ignore_cleanup_errors=True) as scratch:
+        plain, flipped = Path(scratch, "plain"), Path(scratch, "flipped")
+        _copy_step(run, record.step, plain)
+        _copy_step(run, record.step, flipped, (rank, event))
+        problem = None
+        with open_run(plain) as copy:
+            if check(copy, groups=groups, exceptions=exceptions).verdict is not ReplicaVerdict.AGREE:
+                problem = "the copies in an unchanged step were taken for different ones"
+        with open_run(flipped) as copy:
+            answer = check(copy, groups=groups, exceptions=exceptions)
+            first = answer.first
+            if problem is None and first is None:
+                problem = f"the check did not see it: {answer.verdict}"
+            elif problem is None and first is not None and (first.site not in names or rank not in first.ranks):
+                problem = f"the check saw {first.site} on ranks {first.ranks} instead"
+    return Control(record.step, rank, site.text(False), problem)
+
+
+def _choose_copy(run: Run, groups: Sequence[str], exceptions: Sequence[str]) -> tuple[int, int, int]:
+    """Return (rank, row, index of an event) of a tensor that another rank holds too."""
+    draw = random.Random(run.run_id)
+    selector = Selector(True, [parse_group(text, run.world_size) for text in groups], exceptions)
+    ranks = list(run.ranks)
+    draw.shuffle(ranks)
+    for rank in ranks:
+        reader = run.rank(rank)
+        rows = np.flatnonzero(reader.table["kind"] == int(StepKind.STEP)).tolist()
+        draw.shuffle(rows)
+        for row in rows[:64]:
+            step = reader.load(row)
+            found = [
+                event
+                for selection in selector.select(rank, step.layout, step.meta).values()
+                for events in selection.events
+                for event in events.tolist()
+                if step.num_bytes[event] > 0
+            ]
+            # Gradients and optimizer states may be divided among ranks: one that no other rank holds is no copy.
+            parameters = [event for event in found if step.sites[event].phase is Phase.PARAM]
+            if found:
+                return rank, row, draw.choice(sorted(parameters or found))
+    raise ValueError("no rank holds a copy of anything in a whole step")
 
 
 def _is_planted(first: Any, record: StepRecord, rank: int, event: int) -> bool:

@@ -28,13 +28,15 @@ from glob import glob
 from pathlib import Path
 
 from bitcheck.answer import EnvironmentDifference, Verdict
-from bitcheck.control import Control, run_control
+from bitcheck.control import Control, run_control, run_replica_control
 from bitcheck.coverage import Demand, find_gaps, find_uncompared, step_range
 from bitcheck.diff import diff_runs
 from bitcheck.errors import RunError, UsageError
 from bitcheck.follow import Compare, Follower
-from bitcheck.gate_answer import Comparison, GateResult, GateVerdict, Plan, RunReport
+from bitcheck.gate_answer import Comparison, GateResult, GateVerdict, Plan, ReplicaCheck, RunReport
 from bitcheck.launch import Ending
+from bitcheck.replicas import check_replicas
+from bitcheck.replicas_answer import ReplicaVerdict
 from bitcheck.run import Run, open_run
 from bitcheck.settings import Options
 from bitcheck.statistics import pairs_needed
@@ -82,6 +84,8 @@ class _Gate:
     varied: list[VariedRun] = field(default_factory=list)
     environment: tuple[EnvironmentDifference, ...] = ()
     control: Control | None = None
+    replicas: list[ReplicaCheck] = field(default_factory=list)
+    replica_control: Control | None = None
 
     def judge(self) -> GateResult:
         problems: tuple[str, ...] = ()
@@ -90,6 +94,8 @@ class _Gate:
             self._check_golden()
             self._run_first()
             self._run_control()
+            self._check_replicas("run 1", self.first)
+            self._run_replica_control()
             for number in range(2, self.plan.runs + 1):
                 self._run_fresh(number)
             self._run_resumed()
@@ -109,6 +115,8 @@ class _Gate:
             tuple(self.varied),
             problems,
             self.environment,
+            tuple(self.replicas),
+            self.replica_control,
         )
 
     # ------------------------------------------------------------------ the parts, in order
@@ -202,6 +210,40 @@ class _Gate:
             )
         self.tell(f"control: one flipped bit of {self.control.site} in step {self.control.step} was seen")
 
+    def _check_replicas(self, name: str, run: Run) -> None:
+        """Hold the ranks of one run against each other, where that was asked for."""
+        if not self.plan.with_replicas:
+            return
+        answer = check_replicas(
+            run,
+            groups=self.plan.replica_groups,
+            exceptions=self.plan.replica_exceptions,
+            until=self.wanted[-1],
+        )
+        self.replicas.append(ReplicaCheck(name, answer))
+        if answer.verdict is ReplicaVerdict.DIFFER:
+            assert answer.first is not None
+            self.tell(f"the ranks of {name} hold different copies in step {answer.first.step}")
+            raise _Ended(GateVerdict.FAIL, answer.explanation, answer.remedy)
+        if answer.verdict is ReplicaVerdict.UNDECLARED:
+            remedy = answer.remedy.replace("--group", "--replica-group")
+            raise _Ended(GateVerdict.INSUFFICIENT, f"{name}: {answer.explanation}", remedy)
+        self.tell(f"the ranks of {name} hold equal copies of {answer.tensors:,} tensors")
+
+    def _run_replica_control(self) -> None:
+        if not self.plan.with_replicas:
+            return
+        self.replica_control = control = run_replica_control(
+            self.first, groups=self.plan.replica_groups, exceptions=self.plan.replica_exceptions
+        )
+        if not control.has_passed:
+            raise _Ended(
+                GateVerdict.BROKEN,
+                f"The gate is broken: one bit of rank {control.rank}'s copy of {control.site} in step {control.step} "
+                f"was flipped in a copy of run 1, and {control.problem}. Whatever it says of replicas proves nothing.",
+                "This is a fault of bitcheck: please report it with the run.",
+            )
+
     def _run_fresh(self, number: int) -> None:
         trial = self._trial(f"run {number}", str(number), self.plan.command)
         self._run_against_first(trial, "fresh")
@@ -242,6 +284,7 @@ class _Gate:
             gaps: list[str] = []
             if answer.verdict is Verdict.IDENTICAL:
                 gaps = find_uncompared(self.first, run, answer, ("run 1", trial.name), self.wanted)
+                self._check_replicas(trial.name, run)
         self.varied.append(VariedRun(name, variation.change, effect, answer, tuple(gaps)))
         self.tell(f"{trial.name} ({variation.change}): {self.varied[-1].outcome}")
 
@@ -365,6 +408,7 @@ class _Gate:
         follower = self._run(trial, role, self._follower(trial))
         with open_run(trial.folder, allow_missing_ranks=follower.answer is not None) as candidate:
             self._compare(self.first, candidate, ("run 1", trial.name), role, follower)
+            self._check_replicas(trial.name, candidate)
 
     def _compare(self, baseline: Run, candidate: Run, names: tuple[str, str], role: str, follower: Follower) -> None:
         """Compare two runs to the end, unless the follower has found a difference already."""

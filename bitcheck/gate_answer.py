@@ -20,6 +20,7 @@ from bitcheck.answer import Answer, EnvironmentDifference, Verdict
 from bitcheck.control import Control
 from bitcheck.errors import EXIT_DIFFERENT, EXIT_IDENTICAL, EXIT_TROUBLE, UsageError
 from bitcheck.launch import find_program
+from bitcheck.replicas_answer import ReplicaAnswer, ReplicaVerdict
 from bitcheck.statistics import rate_bound
 from bitcheck.vary import VARIATIONS, VariedRun
 
@@ -70,6 +71,10 @@ class Plan:
     confidence: float = 0.95
     allow_unobserved: tuple[str, ...] = ()
     is_strict: bool = False
+    with_replicas: bool = False
+    """Also hold the ranks of each run against each other."""
+    replica_groups: tuple[str, ...] = ()
+    replica_exceptions: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raise UsageError for what makes no sense, ProgramNotFound where there is no such program."""
@@ -83,6 +88,8 @@ class Plan:
             raise UsageError(
                 "--resume-cmd names {checkpoint}; give the pattern that finds it: --checkpoint '{out}/*.pt'"
             )
+        if (self.replica_groups or self.replica_exceptions) and not self.with_replicas:
+            raise UsageError("--replica-group and --replica-except speak of --replicas, which is not given")
         for name in self.vary:
             if name not in VARIATIONS:
                 raise UsageError(f"--vary {name}: expected some of {', '.join(VARIATIONS)}")
@@ -143,6 +150,18 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaCheck:
+    """The ranks of one run held against each other."""
+
+    run: str
+    answer: ReplicaAnswer
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the check as JSON data; `answer` has the schema bitcheck.replicas/1."""
+        return {"run": self.run, "answer": self.answer.to_json()}
+
+
+@dataclass(frozen=True, slots=True)
 class GateResult:
     """The answer of a gate."""
 
@@ -157,6 +176,8 @@ class GateResult:
     problems: tuple[str, ...] = ()
     environment: tuple[EnvironmentDifference, ...] = ()
     """What the golden run's environment and this one do not share."""
+    replicas: tuple[ReplicaCheck, ...] = ()
+    replica_control: Control | None = None
 
     @property
     def exit_status(self) -> int:
@@ -168,6 +189,11 @@ class GateResult:
         """The comparison that failed the gate."""
         diverged = [each for each in self.comparisons if each.answer.verdict is Verdict.DIVERGED]
         return diverged[-1] if diverged else None
+
+    @property
+    def failing_replicas(self) -> ReplicaCheck | None:
+        """The run whose own ranks differ, which failed the gate."""
+        return next((each for each in self.replicas if each.answer.verdict is ReplicaVerdict.DIFFER), None)
 
     @property
     def num_identical_pairs(self) -> int:
@@ -192,10 +218,13 @@ class GateResult:
                 "resume_cmd": plan.resume_command,
                 "golden": None if plan.golden is None else str(plan.golden),
                 "vary": list(plan.vary),
+                "replicas": plan.with_replicas,
             },
             "runs": [run.to_json() for run in self.runs],
             "comparisons": [each.to_json() for each in self.comparisons],
             "control": None if self.control is None else self.control.to_json(),
+            "replicas": [each.to_json() for each in self.replicas],
+            "replica_control": None if self.replica_control is None else self.replica_control.to_json(),
             "chance": {
                 "identical_pairs": pairs,
                 "confidence": plan.confidence,

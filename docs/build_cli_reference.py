@@ -38,6 +38,7 @@ def render_help(command: click.Command, path: tuple[str, ...]) -> str:
     """Return a command's help as `--help` prints it, at one width wherever it is rendered."""
     settings = dict(command.context_settings) | {"terminal_width": WIDTH, "max_content_width": WIDTH}
     settings.setdefault("help_option_names", ["-h", "--help"])
+    command._help_option = None  # click keeps what it made for whoever asked first, who may have had other names
     with click.Context(command, info_name=" ".join(path), **settings) as context:
         return "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
 

@@ -8,6 +8,7 @@ gathered parameters that take the place of the shards for a while: those bear th
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
@@ -92,6 +93,9 @@ class Sharding:
         """(is a buffer, root, path) -> placement."""
         self._shards: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = {}
         """Identity of a gathered parameter -> it, its shard."""
+        self._made: list[weakref.ref[nn.parallel.DistributedDataParallel]] = []
+        """Wrappers of which nothing had a name when it was last looked."""
+        self._has_searched = False
 
     # --- DistributedDataParallel
 
@@ -103,26 +107,55 @@ class Sharding:
             if isinstance(child, nn.parallel.DistributedDataParallel):
                 self._learn_replicas(child)
 
-    def _learn_replicas(self, wrapper: nn.parallel.DistributedDataParallel) -> None:
-        ranks = tuple(dist.get_process_group_ranks(wrapper.process_group))
-        at = dist.get_rank(wrapper.process_group)
-        text = TensorPlacement((("ddp", len(ranks)),), ranks, (at,), ("R",)).to_text()
+    def _search(self) -> None:
+        """Find every DistributedDataParallel there is, once: a program may call what one wraps, and never itself.
+
+        They are looked for in memory, so that none of its methods needs a wrapper: its constructor's warnings name
+        the line that called it.
+        """
+        if self._has_searched or not dist.is_available() or not dist.is_initialized():
+            return
+        self._has_searched = True
+        kind = nn.parallel.DistributedDataParallel
+        # By type(): isinstance() would run the code of proxy objects that pretend to be of another class.
+        self._made += [weakref.ref(found) for found in gc.get_objects() if issubclass(type(found), kind)]
+
+    def _learn_made(self) -> None:
+        """Learn of the wrappers of modules that have a name by now."""
+        for reference in list(self._made):
+            wrapper = reference()
+            if wrapper is None or self._learn_replicas(wrapper):
+                self._made.remove(reference)
+
+    def _learn_replicas(self, wrapper: nn.parallel.DistributedDataParallel) -> bool:
+        """Note what a wrapper holds equal; False where nothing of it has a name yet."""
+        try:
+            ranks = tuple(dist.get_process_group_ranks(wrapper.process_group))
+        except (KeyError, ValueError, RuntimeError):
+            return True  # its group was destroyed: it reduces nothing any more
+        text = TensorPlacement((("ddp", len(ranks)),), ranks, (), ("R",)).to_text()
         ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
+        is_known = False
         for name, parameter in wrapper.module.named_parameters():
             own = self._recorder.parameter_name(parameter)
-            if own is not None and name not in ignored:
-                self._replicated[(False, *own)] = text
-        if not wrapper.broadcast_buffers:
-            return
+            if own is not None:
+                is_known = True
+                if name not in ignored:
+                    self._replicated[(False, *own)] = text
+        if not is_known or not wrapper.broadcast_buffers:
+            return is_known
+        managed = {id(buffer) for name, buffer in wrapper.module.named_buffers() if name not in ignored}
         for root, path, module in self._recorder.registry.modules():
-            if any(module is inner for inner in wrapper.module.modules()):
-                for name in module._buffers:
-                    full = f"{path}.{name}" if path else name
-                    if not any(full == other or full.endswith(f".{other}") for other in ignored):
-                        self._replicated[(True, root, full)] = text
+            for name, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) in managed:
+                    self._replicated[(True, root, f"{path}.{name}" if path else name)] = text
+        return True
 
     def note(self, builder: StepBuilder, events: Iterable[int]) -> None:
         """Note of state, and of gradients as an optimizer finds them, that every rank of a group holds them."""
+        self._search()
+        if self._made:
+            self._learn_made()
         if not self._replicated:
             return
         record = builder.record

@@ -70,6 +70,9 @@ class GateCommand(click.Command):
     help="Pass although state went unobserved whose line has TEXT.",
 )
 @click.option("--strict", is_flag=True, help="Do not pass where anything went unobserved, state or not.")
+@click.option("--replicas", is_flag=True, help="Also check that the ranks of each run hold equal copies.")
+@click.option("--replica-group", multiple=True, metavar="RANKS", help="As --group of `bitcheck replicas`.")
+@click.option("--replica-except", multiple=True, metavar="PATTERN", help="As --except of `bitcheck replicas`.")
 @click.option(
     "-o",
     "--output",
@@ -145,6 +148,9 @@ def command(
             confidence=confidence,
             allow_unobserved=asked["allow_unobserved"],
             is_strict=asked["strict"],
+            with_replicas=asked["replicas"],
+            replica_groups=asked["replica_group"],
+            replica_exceptions=asked["replica_except"],
         )
         plan.check()
         if plan.golden is not None and folder.resolve() in [plan.golden.resolve(), *plan.golden.resolve().parents]:

@@ -20,7 +20,8 @@ import shlex
 from typing import TextIO
 from xml.etree import ElementTree
 
-from bitcheck.gate_answer import Comparison, GateResult, GateVerdict, RunReport
+from bitcheck.gate_answer import Comparison, GateResult, GateVerdict, ReplicaCheck, RunReport
+from bitcheck.report.replicas import replicas_headline, replicas_sections
 from bitcheck.report.text import Section, print_report, render_plain, sections
 from bitcheck.statistics import pairs_needed, percent, rate_bound
 from bitcheck.trials import command_line
@@ -35,6 +36,7 @@ _WORDS = {
 }
 _COLOURS = {GateVerdict.PASS: "green", GateVerdict.FAIL: "red"}
 _FROM_DIFF = ("where", "why", "what to do")
+_FROM_REPLICAS = (*_FROM_DIFF, "also", "odd ranks", "groups")
 MAX_DIFFERENCES = 12
 ABOUT = (
     "The gate runs one training command several times and compares every recorded tensor (batches, gradients, "
@@ -63,6 +65,8 @@ def gate_headline(result: GateResult) -> str:
         first = broken[0].answer.first
         where = "" if first is None else f" in step {first.step}: {first.site}"
         return f"{word}: {broken[0].name} ({broken[0].change}) changes the bits{where}"
+    if failing is None and (check := result.failing_replicas) is not None:
+        return f"{word}: the ranks of {check.run} {replicas_headline(check.answer).replace('DIFFER', 'differ', 1)}"
     assert failing is not None
     first = failing.answer.first
     pair = f"{failing.candidate} differs from {_name(failing.baseline)}"
@@ -76,8 +80,11 @@ def gate_sections(result: GateResult) -> list[Section]:
     """Return everything below the headline."""
     parts: list[Section] = []
     failing = result.failing
+    replicas = result.failing_replicas if failing is None else None
     if failing is not None:
         parts += [part for part in sections(failing.answer) if part[0] in _FROM_DIFF]
+    elif replicas is not None:
+        parts += [part for part in replicas_sections(replicas.answer) if part[0] in _FROM_REPLICAS]
     else:
         rest = result.explanation.splitlines()[1:] + list(result.problems[1:])
         if result.verdict is GateVerdict.FAIL:
@@ -103,6 +110,12 @@ def gate_sections(result: GateResult) -> list[Section]:
         parts.append(("varied", [_describe_variation(result, number) for number in range(len(result.variations))]))
     if result.control is not None:
         parts.append(("control", [_describe_control(result)]))
+    if result.replicas:
+        parts.append(("replicas", [_describe_replicas(each) for each in result.replicas]))
+    if (planted := result.replica_control) is not None:
+        what = f"one bit of rank {planted.rank}'s copy of {planted.site} in step {planted.step} was flipped"
+        seen = "and was seen" if planted.has_passed else str(planted.problem)
+        parts.append(("", [f"{what} in a copy of run 1, {seen}"]))
     if result.num_identical_pairs:
         parts.append(("chance", describe_chance(result)))
     unobserved = _unobserved(result)
@@ -111,6 +124,9 @@ def gate_sections(result: GateResult) -> list[Section]:
     parts.append(("files", [f"{result.plan.folder}: runs, logs and gate.json"]))
     if failing is not None:
         parts.append(("look closer", [_diff_command(result, failing)]))
+    elif replicas is not None:
+        paths = {run.name: run.path for run in result.runs}
+        parts.append(("look closer", [f"bitcheck replicas {shlex.quote(paths[replicas.run])} --all"]))
     if result.verdict is not GateVerdict.PASS:
         parts.append(("about", [ABOUT]))
     return parts
@@ -149,6 +165,11 @@ def _describe_comparison(each: Comparison) -> str:
     if each.gaps:
         return f"{pair}: too little to say ({amount})"
     return f"{pair}: {answer.verdict} over {amount}"
+
+
+def _describe_replicas(each: ReplicaCheck) -> str:
+    answer = each.answer
+    return f"{each.run}: {answer.verdict} over {answer.ranks:,} ranks, {answer.tensors:,} tensors"
 
 
 def _describe_variation(result: GateResult, number: int) -> str:
@@ -247,6 +268,11 @@ def render_junit(result: GateResult) -> str:
         if not each.is_identical and not each.gaps:
             failures += 1
             _complain(case, "failure", str(each.answer.cause), gate_headline(result), render_gate(result))
+    for check in result.replicas:
+        case = add(f"the ranks of {check.run} hold equal copies")
+        if check.answer.exit_status == 1:
+            failures += 1
+            _complain(case, "failure", str(check.answer.cause), gate_headline(result), render_gate(result))
     for varied in result.variations:
         case = add(f"the bits hold with {varied.name} changed ({varied.change})")
         if varied.outcome == "breaks":

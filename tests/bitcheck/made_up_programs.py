@@ -61,6 +61,10 @@ class Behaviour:
     status: str = "complete"
     module: str = "body"
     """Name of the module whose forward it is."""
+    placement: str = ""
+    """Where its state and its gradients lie; with one, all ranks hold the same bits of them."""
+    odd: tuple[int, int] | None = None
+    """(rank, step): from this step on the rank's copy of the parameter is another."""
     says: str = "step 0  loss 5.01\n"
     writes: str | None = None
     """A file that it leaves."""
@@ -142,8 +146,13 @@ def make_step(behaviour: Behaviour, rank: int, step: int, number: int) -> StepRe
         if phase is Phase.BATCH:
             is_parted &= behaviour.parts_in is Phase.BATCH
         moment = 0 if behaviour.is_frozen and phase in (Phase.GRAD, Phase.BACKWARD) else step
-        digest = xxh3_128(f"{site.key} {moment} {rank} {is_parted}".encode())
-        return Event(site, "float32", (4, 4), 64, digest, digest, group, inputs)
+        is_copy = bool(behaviour.placement) and phase in (Phase.GRAD, Phase.PARAM, Phase.OPTIM)
+        who = "any" if is_copy else rank
+        if phase is Phase.PARAM and behaviour.odd is not None and rank == behaviour.odd[0] and step >= behaviour.odd[1]:
+            who = "odd"
+        digest = xxh3_128(f"{site.key} {moment} {who} {is_parted}".encode())
+        placement = behaviour.placement if is_copy else ""
+        return Event(site, "float32", (4, 4), 64, digest, digest, group, inputs, placement=placement)
 
     events = [
         event(Phase.BATCH, "", "in.0"),

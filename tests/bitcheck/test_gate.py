@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from bitcheck.answer import Answer
-from bitcheck.control import run_control
+from bitcheck.control import run_control, run_replica_control
 from bitcheck.diff import diff_runs
 from bitcheck.errors import UsageError
 from bitcheck.events import Phase
 from bitcheck.gate import GateResult, GateVerdict, Plan, judge, runs_for, write_answer
+from bitcheck.replicas import check_replicas
+from bitcheck.replicas_answer import ReplicaAnswer, ReplicaVerdict
+from bitcheck.report.gate import render_gate, render_junit, render_markdown
 from bitcheck.run import open_run
 from bitcheck.settings import Options
 from bitcheck.trials import Trial
@@ -463,3 +466,83 @@ def test_the_answer_says_how_rare_a_divergence_may_be(tmp_path: Path) -> None:
     assert content["chance"] == {"identical_pairs": 2, "confidence": 0.95, "rate_bound": pytest.approx(1 - 0.05**0.5)}
     assert content["control"]["passed"] is True
     assert [run["role"] for run in content["runs"]] == ["first", "fresh", "fresh"]
+
+
+# ---------------------------------------------------------------------- replicas
+
+COPIES = replace(GOOD, world_size=4, placement="mesh=ddp:4; ranks=0-3; placements=R")
+
+
+def test_runs_whose_ranks_hold_equal_copies_pass_and_each_was_looked_at(tmp_path: Path) -> None:
+    result = gate(tmp_path, COPIES, runs=3, with_replicas=True)
+    assert result.verdict is GateVerdict.PASS
+    assert [(each.run, str(each.answer.verdict)) for each in result.replicas] == [
+        ("run 1", "agree"), ("run 2", "agree"), ("run 3", "agree"),
+    ]  # fmt: skip
+    assert result.replica_control is not None and result.replica_control.has_passed
+    assert "hold equal copies" in render_junit(result)
+    assert "was flipped in a copy of run 1, and was seen" in render_gate(result)
+
+
+def test_runs_that_are_identical_with_an_odd_rank_in_each_fail(tmp_path: Path) -> None:
+    odd = replace(COPIES, odd=(2, 3))
+    assert gate(tmp_path, odd).verdict is GateVerdict.PASS, "nobody asked"
+    result = gate(tmp_path / "asked", odd, with_replicas=True)
+    assert (result.verdict, result.exit_status) == (GateVerdict.FAIL, 1)
+    assert result.failing is None and result.failing_replicas is not None
+    first = result.failing_replicas.answer.first
+    assert first is not None
+    assert (result.failing_replicas.run, first.step, first.site, first.ranks) == (
+        "run 1", 3, "param/body.weight:value", (2,),
+    )  # fmt: skip
+    assert len(result.runs) == 1, "no further run is started"
+    text = render_gate(result)
+    assert text.startswith("FAIL: the ranks of run 1 differ in step 3: param/body.weight:value on rank 2")
+    assert "bitcheck replicas" in text
+    assert "failure" in render_junit(result)
+    assert render_markdown(result)
+    write_answer(result)
+    answer = json.loads((tmp_path / "asked" / "gate" / "gate.json").read_text())
+    assert answer["replicas"][0]["answer"]["first"]["ranks"] == [2]
+
+
+def test_an_odd_rank_of_a_resumed_run_fails_though_the_fresh_ones_are_sound(tmp_path: Path) -> None:
+    resumed = replace(COPIES, first_step=3, num_steps=3)
+    asked = {"resume_command": "python train.py --resume", "resume_step": 3, "with_replicas": True, "runs": 2}
+    assert gate(tmp_path / "sound", COPIES, COPIES, resumed, **asked).verdict is GateVerdict.PASS
+    result = gate(tmp_path / "odd", COPIES, COPIES, replace(resumed, odd=(1, 5)), **asked)
+    assert result.verdict is GateVerdict.FAIL
+
+
+def test_copies_that_nobody_declared_do_not_pass(tmp_path: Path) -> None:
+    result = gate(tmp_path, replace(GOOD, world_size=2), with_replicas=True)
+    assert (result.verdict, result.exit_status) == (GateVerdict.INSUFFICIENT, 2)
+    assert "--replica-group 0-1" in result.remedy
+    result = gate(tmp_path / "one", GOOD, with_replicas=True)
+    assert result.verdict is GateVerdict.INSUFFICIENT
+
+
+def test_copies_that_the_user_declares_are_checked_and_exceptions_made(tmp_path: Path) -> None:
+    undeclared = replace(COPIES, odd=(1, 2))
+    asked: dict[str, Any] = {"with_replicas": True, "replica_groups": ("0,2-3:body.*",)}
+    result = gate(tmp_path, replace(undeclared, placement="mesh=ddp:1; ranks=0; placements=R"), **asked)
+    assert result.verdict is GateVerdict.PASS
+    asked = {"with_replicas": True, "replica_exceptions": ("param/*",)}
+    assert gate(tmp_path / "declared", undeclared, **asked).verdict is not GateVerdict.FAIL
+    with pytest.raises(UsageError, match="--replicas"):
+        gate(tmp_path / "alone", COPIES, replica_groups=("0-3",))
+
+
+def test_a_replica_check_that_sees_nothing_makes_the_gate_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def see_nothing(run: Any, **options: Any) -> ReplicaAnswer:
+        return replace(check_replicas(run, **options), verdict=ReplicaVerdict.AGREE, disagreements=())
+
+    def control(run: Any, **options: Any) -> Any:
+        return run_replica_control(run, check=see_nothing, **options)
+
+    monkeypatch.setattr("bitcheck.gate.run_replica_control", control)
+    result = gate(tmp_path, COPIES, with_replicas=True)
+    assert (result.verdict, result.exit_status) == (GateVerdict.BROKEN, 2)
+    assert "the check did not see it" in result.explanation
