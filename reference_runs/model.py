@@ -78,7 +78,8 @@ class Model(nn.Module):
 
     def embed(self, inputs_BS: Tensor) -> Tensor:
         """Return what the first layer gets, bfloat16 [B, S, D], for int64 `inputs_BS`."""
-        return self.dropout(self.embedding(inputs_BS)).bfloat16()
+        x_BSD: Tensor = self.dropout(self.embedding(inputs_BS))
+        return x_BSD.bfloat16()
 
     def losses(self, x_BSD: Tensor, balance: Tensor, targets_BS2: Tensor) -> Losses:
         """Return the losses for what the last layer gives, bfloat16, and the layers' balance losses, float32 0-d."""

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
+from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from bitcheck.reference_runs.configs import DataConfig
 from bitcheck.reference_runs.model import Model
@@ -115,7 +116,7 @@ class Pipeline:
         x_BSD = torch.empty(data.sequences, data.seq_len, config.d_model, dtype=torch.bfloat16, requires_grad=True)
         inputs_BS = torch.empty(data.sequences, data.seq_len, dtype=torch.int64)
         self._stages: dict[int, Stage] = {}
-        stages = []
+        stages: list[_PipelineStageBase] = []
         for index in mine:
             is_first, is_last = index == 0, index == num_stages - 1
             # Shapes are given: asked to find them out, PyTorch runs a forward of its own in a process's first step,
@@ -156,7 +157,7 @@ class Pipeline:
             self._schedule.step(return_outputs=False)
             return torch.zeros(self.num_micro)
         states = torch.stack(tuple(generator_states))
-        losses = self._schedule.step(inputs, target=targets, targets_BS2=targets, generator_state=states)
+        losses: Tensor = self._schedule.step(inputs, target=targets, targets_BS2=targets, generator_state=states)
         return losses.detach().view(-1, 2)[:, 1]
 
     def evaluate(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -140,19 +140,12 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         optimizer = self.config.optimizer
         losses = self._run_micro_batches()
-        for gradients in self._sums:
-            gradients.finish()
+        loss, experts_per_node = self._sum_over_ranks(losses)
         norm = unscale_and_clip(self.model.parameters(), optimizer.clip_norm, optimizer.loss_scale, self._total_norm)
         self.optimizer.step()
-        if self.ranks is not None:
-            self.ranks.sum_loads(self.model.routers().values())
         self.model.finish_step()
         self.ema.start_update(masters(self.model, self.optimizer))
         self.step += 1
-        loss = float(self._all_losses(losses).mean())
-        experts_per_node = None
-        if self.ranks is not None and self.ranks.degrees.ep > 1:
-            experts_per_node = self.ranks.experts_per_node(self.model.expert_layers())
         seconds = time.perf_counter() - began
         tokens = self.config.data.tokens_per_step
         return StepReport(self.step - 1, loss, norm, lr, seconds, tokens, experts_per_node)
@@ -197,15 +190,22 @@ class Trainer:
         """What a micro-batch's loss is multiplied by before backward."""
         return self.config.optimizer.loss_scale / self.config.data.micro_batches
 
-    def _all_losses(self, losses: list[Tensor]) -> Tensor:
-        """Return the losses of all micro-batches in their order, float32 [M], from this rank's."""
-        mine = torch.stack(losses)
-        if self.ranks is None:
-            return mine
+    def _sum_over_ranks(self, losses: list[Tensor]) -> tuple[float, float | None]:
+        """Sum gradients and routers' loads over ranks; return the step's loss and its experts a node.
+
+        All of it before the optimizer's step, which is where a recorded step ends.
+        """
+        mine, ranks = torch.stack(losses), self.ranks
+        if ranks is None:
+            return float(mine.mean()), None
+        for gradients in self._sums:
+            gradients.finish()
+        ranks.sum_loads(self.model.routers().values())
+        experts_per_node = ranks.experts_per_node(self.model.expert_layers()) if ranks.degrees.ep > 1 else None
         if self._pipeline is not None:
-            mine = self.ranks.gather(mine, self.ranks.pp)[0]  # the last stage is on the first rank
-        # Rank r has micro-batches r, r + dp, ...
-        return torch.stack(self.ranks.gather(mine, self.ranks.dp), 1).flatten()
+            mine = ranks.gather(mine, ranks.pp)[0]  # the last stage is on the first rank
+        # Rank r has micro-batches r, r + dp, ...: in their own order the sum is that of one process.
+        return float(torch.stack(ranks.gather(mine, ranks.dp), 1).mean()), experts_per_node
 
     @property
     def num_updates(self) -> int:
