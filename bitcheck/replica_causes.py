@@ -12,7 +12,7 @@ from typing import NamedTuple
 from bitcheck.events import Phase
 from bitcheck.explain import format_ranks
 from bitcheck.naming import Naming
-from bitcheck.replicas_answer import Disagreement, ReplicaCause, ReplicaGroup, ReplicaVerdict
+from bitcheck.replicas_answer import Disagreement, ReplicaAnswer, ReplicaCause, ReplicaGroup, ReplicaVerdict
 from bitcheck.store import LoadedStep
 
 _MAX_NAMED = 3
@@ -119,6 +119,15 @@ def explain_replicas(
         more = f" (and {len(later) - 1} more ranks later still)" if len(later) > 1 else ""
         sentences.append(f"Rank {rank} follows in step {step}{more}.")
     return cause, " ".join(sentences), _recommend(cause, first, evidence)
+
+
+def explain_rest(rest: ReplicaAnswer) -> str:
+    """Say what a run's copies do apart from its buffers, which differ first."""
+    if rest.verdict is ReplicaVerdict.AGREE:
+        return "Apart from buffers all copies agree in all steps."
+    if rest.verdict is ReplicaVerdict.UNDECLARED:
+        return ""
+    return f"Apart from buffers: {rest.explanation[0].lower()}{rest.explanation[1:]}"
 
 
 def _explain_undeclared(world_size: int, has_groups: bool) -> tuple[str, str]:

@@ -163,6 +163,8 @@ class ReplicaAnswer:
     explanation: str
     remedy: str
     notes: tuple[str, ...] = ()
+    besides: ReplicaAnswer | None = None
+    """Where buffers alone differ first: the same run with its buffers left out."""
 
     @property
     def first(self) -> Disagreement | None:
@@ -190,4 +192,5 @@ class ReplicaAnswer:
             "explanation": self.explanation,
             "remedy": self.remedy,
             "notes": list(self.notes),
+            "besides": None if self.besides is None else self.besides.to_json(),
         }

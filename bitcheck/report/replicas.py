@@ -71,6 +71,11 @@ def replicas_sections(answer: ReplicaAnswer, show_all: bool = False) -> list[Sec
         shown = others if show_all else others[:MAX_TENSORS]
         lines = [f"{_describe(each)} on {format_ranks(each.ranks)}" for each in shown]
         parts.append(("also", [*lines, *_more(answer.num_disagreements - 1 - len(shown))]))
+    rest = answer.besides
+    if rest is not None and rest.first is not None:
+        where = [f"{'before ' if rest.first.is_initial else ''}step {rest.first.step + rest.first.is_initial}"]
+        where.append(f"{_describe(rest.first)} on {format_ranks(rest.first.ranks)} (cause: {rest.cause})")
+        parts.append(("besides", [", ".join(where), *([rest.remedy] if rest.remedy else [])]))
     if len(answer.odd) > 1:
         steps: dict[int, list[int]] = {}
         for rank, step in answer.odd:

@@ -201,6 +201,20 @@ def test_buffers_that_are_not_declared_may_differ(tmp_path: Path) -> None:
     assert answer.cause is ReplicaCause.BUFFER
 
 
+def test_what_differs_besides_buffers_does_not_hide_behind_them(tmp_path: Path) -> None:
+    answer = check(tmp_path, replicated_run(changes=[(1, 0, MEAN), (2, 2, WEIGHT)]))
+    assert answer.first is not None
+    assert (answer.first.site, answer.first.step, answer.cause) == (MEAN, 0, ReplicaCause.BUFFER)
+    assert answer.besides is not None and answer.besides.first is not None
+    assert (answer.besides.first.site, answer.besides.first.step, answer.besides.first.ranks) == (WEIGHT, 2, (2,))
+    assert f"Apart from buffers: in step 2 rank 2 has other bits of {WEIGHT}" in answer.explanation
+    shown = next(line for line in render_replicas(answer).splitlines() if line.startswith("besides"))
+    assert shown.split(maxsplit=1)[1].startswith(f"step 2, {WEIGHT}  float32 [2, 8]")
+    answer = check(tmp_path, replicated_run(changes=[(1, 0, MEAN)]))
+    assert answer.besides is not None and answer.besides.verdict is ReplicaVerdict.AGREE
+    assert "Apart from buffers all copies agree in all steps." in answer.explanation
+
+
 def test_what_is_excepted_may_differ_and_nothing_else(tmp_path: Path) -> None:
     flips = [(1, 1, MEAN), (2, 2, WEIGHT)]
     answer = check(tmp_path, replicated_run(changes=flips), exceptions=["*.mean"])
