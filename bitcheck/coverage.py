@@ -171,7 +171,8 @@ def find_uncompared(
     if is_resumed and begins <= starts[0][0]:
         return [
             f"{theirs} begins with step {begins}, as {mine} does: it started afresh, so nothing is known of resuming. "
-            "Check that its command loads the checkpoint."
+            "Check that its command loads the checkpoint; where the state that it restores is that of no step of the "
+            "other run, say which step it begins with: --resume-step."
         ]
     if not is_resumed and begins != starts[0][0]:
         return [

@@ -24,7 +24,7 @@ from typing import Any
 from bitcheck.align import align_runs
 from bitcheck.answer import Answer, Cause, Origin, Verdict
 from bitcheck.diff import diff_runs
-from bitcheck.errors import UsageError
+from bitcheck.errors import RecordingError, UsageError
 from bitcheck.follow import Follower
 from bitcheck.repro import Confirmation, run_repro, write_repro
 from bitcheck.run import Run, open_run
@@ -266,6 +266,12 @@ def _record(
     )
     ending = runner(trial, Follower(folder, None, stop_after=last))
     check_ending(trial, ending)
+    if not ending.was_stopped:
+        with open_run(folder, allow_missing_ranks=True) as run:
+            notes = run.info.get("notes") or []
+            if any(run.rank(rank).status == "failed" for rank in run.ranks):
+                reason = "; ".join(notes) or f"its log is {trial.log}"
+                raise RecordingError(f"{name} could not be recorded at level op to its end: {reason}")
     return ending.was_stopped
 
 

@@ -128,6 +128,8 @@ def record(
         raise UsageError(f"level {level!r}: expected one of {', '.join(Level)}") from None
     if every < 1:
         raise UsageError(f"every={every}: expected 1 or more")
+    if start_step is not None and start_step < 0:
+        raise UsageError(f"start_step={start_step}: expected 0 or more")
     kept: tuple[int | None, int | None] = parse_steps(steps) if steps is not None else (None, None)
     limit = leaf_limit_bytes(leaves)
     own_rank, ranks, _ = this_placement()

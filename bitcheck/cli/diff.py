@@ -15,7 +15,7 @@ EXIT_STATUS = {"identical": EXIT_IDENTICAL, "diverged": EXIT_DIFFERENT, "incompa
 @click.command("diff")
 @click.argument("baseline", type=click.Path(path_type=Path))
 @click.argument("candidate", type=click.Path(path_type=Path))
-@click.option("--until", type=int, metavar="N", help="Compare up to step N (the baseline's number).")
+@click.option("--until", type=click.IntRange(min=0), metavar="N", help="Compare up to step N (the baseline's number).")
 @click.option("--all", "show_all", is_flag=True, help="List every origin and every site of it.")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON (schema bitcheck.diff/1).")
 def command(baseline: Path, candidate: Path, until: int | None, show_all: bool, as_json: bool) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bitcheck.errors import ProgramFailed, UsageError
+from bitcheck.errors import ProgramFailed, RecordingError, UsageError
 from bitcheck.events import Level
 from bitcheck.hooks import replay
 from bitcheck.hooks.recorder import Recorder
@@ -119,6 +119,25 @@ def plan(tmp_path: Path) -> Iterator[ZoomPlan]:
     for name, faulty in (("a", None), ("b", 2)):
         record(tmp_path / name, [name], Options(), faulty)
     yield ZoomPlan(tmp_path / "a", tmp_path / "b", tmp_path / "scratch")
+
+
+def test_a_program_whose_recording_at_level_op_failed_is_no_answer(plan: ZoomPlan) -> None:
+    programs = Programs(always)
+
+    def failing(trial: Trial, watch: Watch) -> Ending:
+        ending = programs(trial, watch)
+        if trial.command[0] == "b":
+            rank_path(trial.folder, 0).unlink()
+            writer = RankWriter(
+                rank_path(trial.folder, 0), rank=0, world_size=1, level=Level.OP, run_id=trial.folder.name,
+                leaf_limit_bytes=None,
+            )  # fmt: skip
+            writer.close("failed")
+            update_run(trial.folder, notes=["the disk is full"])
+        return ending
+
+    with pytest.raises(RecordingError, match=r"candidate of pair 1 could not be recorded at level op.*the disk is full"):
+        zoom(plan, failing)
 
 
 def always(name: str, before: int) -> int | None:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bitcheck
 from bitcheck.diff import diff_runs
-from bitcheck.errors import RecordingError
+from bitcheck.errors import RecordingError, UsageError
 from bitcheck.events import StepKind
 from bitcheck.hooks.recorder import Recorder, active_recorder
 from bitcheck.run import open_run
@@ -270,3 +270,26 @@ def test_a_function_that_keeps_something_called_variable_is_no_leaf(tmp_path: Pa
     inputs = {names[i] for i in step.inputs[step.input_ptr[upstream] : step.input_ptr[upstream + 1]]}
     assert any(name.startswith("backward/") for name in inputs)
     assert unobserved(tmp_path / "a") == {}
+
+
+@pytest.mark.parametrize(("reduce", "is_told"), [(torch.max, True), (torch.prod, True), (torch.sum, False)])
+def test_gradients_that_pytorch_computes_otherwise_while_operations_are_looked_at_are_told(
+    reduce: Callable[[torch.Tensor], torch.Tensor], is_told: bool, tmp_path: Path
+) -> None:
+    def body(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        reduce(model(torch.ones(3, 4))).backward()
+        optimizer.step()
+
+    for level in ("module", "op"):
+        record(tmp_path / level, body, level)
+        with open_run(tmp_path / level) as run:
+            remarks = [remark for row in range(run.rank(0).num_rows) for remark in run.rank(0).load(row).remarks]
+        assert any("may not be those of the bare program" in remark for remark in remarks) == (
+            is_told and level == "op"
+        )
+
+
+def test_a_step_before_the_first_is_no_start(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="start_step=-3: expected 0 or more"):
+        bitcheck.record(tmp_path / "a", start_step=-3)
+    assert not (tmp_path / "a").exists()
