@@ -31,7 +31,7 @@ from typing import IO, Any, NamedTuple
 
 import bitcheck
 from bitcheck.errors import BitcheckError, RecordingError
-from bitcheck.ranks import Placement, launched_as
+from bitcheck.ranks import Placement, is_first_of_host, launched_as
 from bitcheck.settings import VARIABLE, Options, Settings
 
 EXIT_NOT_EXECUTABLE = 126
@@ -232,12 +232,14 @@ def record_program(
     variables: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     watch: Watch | None = None,
+    own_folder: bool = False,
 ) -> Ending:
     """Run `command` and record it into `folder`; return how it ended.
 
     `variables` is its environment (this process's), `cwd` its working directory (this process's), and
     `watch` may stop it: see `run_program`. Where the launcher itself was launched once a rank
-    (`srun bitcheck run ...`), rank 0's makes the folder and the others join it. Raises RecordingError
+    (`srun bitcheck run ...`), rank 0's makes the folder and the others join it; with `own_folder` each host
+    has one of its own, which the first process of the host makes. Raises RecordingError
     where the folder cannot be made or joined, ProgramNotFound where there is no such program.
     """
     from bitcheck.run import create_run
@@ -245,7 +247,7 @@ def record_program(
     find_program(command, cwd)
     folder = Path(os.path.abspath(folder))
     placement = launched_as(os.environ)
-    is_first = placement is None or placement.rank == 0
+    is_first = placement is None or (is_first_of_host(os.environ) if own_folder else placement.rank == 0)
     if is_first:
         run_id = secrets.token_hex(8)
         info = _run_info(command, run_id, options, placement)
@@ -342,7 +344,8 @@ def join_run(folder: Path, job: str, timeout_s: float = _JOIN_TIMEOUT_S) -> str:
         if time.monotonic() > deadline:
             raise RecordingError(
                 f"{folder}: rank 0 made no run here within {timeout_s:g} s; this rank would be lost.\n"
-                "Give all ranks the same folder, on a disk that all of them see."
+                "Give all ranks the same folder, on a disk that all of them see; where each host has a disk of its "
+                "own: --own-folder, and `bitcheck merge` afterwards."
             )
         time.sleep(0.05)
 

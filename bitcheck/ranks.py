@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from bitcheck.errors import UsageError
+
 
 class Placement(NamedTuple):
     """One process's place in the job."""
@@ -42,6 +44,31 @@ def launched_as(variables: Mapping[str, str]) -> Placement | None:
             continue
         return Placement(rank, size, ".".join(variables[name] for name in job_names if name in variables))
     return None
+
+
+_LOCAL_RANKS = (
+    "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "SLURM_LOCALID",
+)
+
+
+def local_rank(variables: Mapping[str, str]) -> int | None:
+    """Return which process of its host this is, as its launcher says; None where none does."""
+    return next((n for name in _LOCAL_RANKS if (n := _number(variables.get(name))) is not None), None)
+
+
+def is_first_of_host(variables: Mapping[str, str]) -> bool:
+    """Say whether this is the first process of its host. Raises UsageError where its launcher does not say."""
+    number = local_rank(variables)
+    if number is None:
+        raise UsageError(
+            "a folder of this host's own was asked for, and no launcher says which process of the host this is "
+            f"({', '.join(_LOCAL_RANKS)}).\nSet LOCAL_RANK, 0 on one process of each host."
+        )
+    return number == 0
 
 
 def _number(text: str | None) -> int | None:

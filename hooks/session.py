@@ -26,6 +26,7 @@ from bitcheck.errors import RecordingError, RunError, UsageError
 from bitcheck.events import Level
 from bitcheck.hooks.placement import this_placement
 from bitcheck.hooks.recorder import Recorder, Trackable, active_recorder
+from bitcheck.ranks import is_first_of_host
 from bitcheck.run import create_run, open_run, rank_path, update_run, utc_now
 from bitcheck.settings import parse_leaves, parse_steps
 from bitcheck.store import RankWriter
@@ -108,6 +109,7 @@ def record(
     leaves: str | int = 2**20,
     strict: bool = False,
     overwrite: bool = False,
+    own_folder: bool = False,
 ) -> Recording:
     """Return a context manager that records the training inside it into the folder `path`.
 
@@ -116,7 +118,8 @@ def record(
     a resumed run. `rank` and `world_size` come from torch.distributed or the launcher's environment.
     `steps` ("A:B") and `every` limit what is kept and paid; `leaves` is `all`, `none` or the size up
     to which a tensor keeps the digests of its pieces. With `strict` a recording that fails makes the
-    program fail. Every rank calls this with the same path.
+    program fail. Every rank calls this with the same path; with `own_folder` that is a folder of each
+    host's own, and `bitcheck merge` gathers them afterwards.
 
     Raises RecordingError where the folder is in use or cannot be written, UsageError for arguments
     that make no sense.
@@ -135,7 +138,8 @@ def record(
     own_rank, ranks, _ = this_placement()
     own_rank = own_rank if rank is None else rank
     ranks = max(ranks if world_size is None else world_size, own_rank + 1)
-    if own_rank == 0:
+    makes_run = is_first_of_host(os.environ) if own_folder and ranks > 1 else own_rank == 0
+    if makes_run:
         info = {"command": [sys.executable, *sys.argv], "cwd": os.getcwd(), "level": str(wanted), "world_size": ranks}
         info |= {"start_step": start_step, "leaves": leaves, "steps": steps, "every": every, "recorder": "record"}
         create_run(folder, info, overwrite)
@@ -152,7 +156,7 @@ def record(
         )
 
     def describe() -> None:
-        if own_rank == 0:
+        if makes_run:
             update_run(folder, environment=fingerprint())
 
     recorder = Recorder(
@@ -167,7 +171,7 @@ def record(
     given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or []
     for one in given:
         recorder.optimizers.add(one)
-    return Recording(folder, recorder, own_rank == 0, model, search=not given)
+    return Recording(folder, recorder, makes_run, model, search=not given)
 
 
 def _wait_for_run(folder: Path) -> str:
@@ -181,7 +185,8 @@ def _wait_for_run(folder: Path) -> str:
             if time.monotonic() > deadline:
                 raise RecordingError(
                     f"{folder}: no run.json after {_PATIENCE_S:.0f} s; rank 0 makes it: {error}\n"
-                    "Give every rank the same path, on a file system that all of them see."
+                    "Give every rank the same path, on a file system that all of them see; where each host has one of "
+                    "its own: own_folder=True, and `bitcheck merge` afterwards."
                 ) from None
         time.sleep(0.05)
 

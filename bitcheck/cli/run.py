@@ -40,6 +40,7 @@ from bitcheck.settings import Options, parse_leaves, parse_steps
 )
 @click.option("--stacks", is_flag=True, help="At level op, note the Python line that asked for each operation.")
 @click.option("--overwrite", is_flag=True, help="Replace a run that is in the folder.")
+@click.option("--own-folder", is_flag=True, help="RUN is a folder of each host's own; `bitcheck merge` gathers them.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD [ARGS]...")
 @click.pass_context
 def command(
@@ -53,6 +54,7 @@ def command(
     strict: bool,
     stacks: bool,
     overwrite: bool,
+    own_folder: bool,
     command: tuple[str, ...],
 ) -> None:
     """Record CMD into the folder RUN, with no change to the program.
@@ -65,6 +67,7 @@ def command(
     Example:
       bitcheck run -o runs/a -- python train.py --lr 0.001
       bitcheck run -o runs/b --level state -- torchrun --nproc-per-node 8 train.py
+      srun bitcheck run -o /local/run --own-folder -- python train.py
     """
     from bitcheck.launch import ProgramNotFound, record_program
 
@@ -72,7 +75,7 @@ def command(
         parse_steps(steps)
     options = Options(level, steps, every, start_step, parse_leaves(leaves), strict, stacks)
     try:
-        ending = record_program(command, folder, options, overwrite=overwrite)
+        ending = record_program(command, folder, options, overwrite=overwrite, own_folder=own_folder)
     except ProgramNotFound as error:
         click.echo(f"bitcheck: {error}", err=True)
         context.exit(error.exit_status)

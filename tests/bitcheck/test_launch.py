@@ -14,7 +14,7 @@ import pytest
 
 from bitcheck.errors import RecordingError, UsageError
 from bitcheck.launch import attached_environment, join_run, package_folder, summarise_words
-from bitcheck.ranks import launched_as
+from bitcheck.ranks import is_first_of_host, launched_as
 from bitcheck.settings import VARIABLE, Options, Settings, parse_leaves, parse_steps, read_settings
 
 BITCHECK = [sys.executable, "-m", "bitcheck"]
@@ -287,6 +287,13 @@ def test_rank_and_job_come_from_the_launcher_that_is_nearest() -> None:
     assert launched_as({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}) == (1, 2, "")
     assert launched_as({"PMI_RANK": "0", "PMI_SIZE": "2"}) == (0, 2, "")
     assert launched_as({"RANK": "", "WORLD_SIZE": "two"}) is None
+
+
+def test_the_first_process_of_a_host_is_the_one_that_its_launcher_numbers_0() -> None:
+    assert [is_first_of_host({"LOCAL_RANK": number, "SLURM_LOCALID": "0"}) for number in "01"] == [True, False]
+    assert is_first_of_host({"SLURM_LOCALID": "0"})
+    with pytest.raises(UsageError, match="Set LOCAL_RANK"):
+        is_first_of_host({"RANK": "0"})
 
 
 def test_a_slurm_batch_script_is_one_process_whatever_the_job_has() -> None:

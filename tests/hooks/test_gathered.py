@@ -42,6 +42,51 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+def start_ranks(folder: Path, program: str, *command: str) -> list[subprocess.Popen[bytes]]:
+    """Start a program once a rank, as `srun` on two hosts of two processes does; `{host}` in the command is which."""
+    (folder / "program.py").write_text(program)
+    shared = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = []
+    for rank in range(4):
+        own = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank % 2), "HOST": str(rank // 2)}
+        words = [word.format(host=rank // 2) for word in (*command, sys.executable, "program.py")]
+        processes.append(subprocess.Popen(words, cwd=folder, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    return processes
+
+
+def check_gathered(folder: Path, parts: list[Path]) -> None:
+    """Gather two hosts' folders, and hold the ranks of the run against each other."""
+    merge_runs(folder / "all", parts)
+    assert verify_run(folder / "all").is_sound
+    with open_run(folder / "all") as run:
+        answer = check_replicas(run)
+        assert run.environment["torch.version"]
+    assert (answer.verdict, answer.ranks, answer.steps) == (ReplicaVerdict.AGREE, 4, 3)
+
+
+def test_a_launcher_a_rank_records_into_a_folder_of_each_hosts_own(tmp_path: Path) -> None:
+    run = (sys.executable, "-m", "bitcheck", "run", "-o", "host{host}", "--own-folder", "--")
+    for process in start_ranks(tmp_path, PROGRAM, *run):
+        told, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, told.decode()[-3000:]
+    check_gathered(tmp_path, [tmp_path / "host0", tmp_path / "host1"])
+
+
+def test_a_program_that_records_itself_does_so_into_a_folder_of_each_hosts_own(tmp_path: Path) -> None:
+    before, training = PROGRAM.split("for step in")
+    body = "    ".join(f"for step in{training}".splitlines(keepends=True))
+    program = f"""
+import os
+import bitcheck
+{before}
+with bitcheck.record("host" + os.environ["HOST"], own_folder=True, strict=True):
+    {body}"""
+    for process in start_ranks(tmp_path, program):
+        told, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, told.decode()[-3000:]
+    check_gathered(tmp_path, [tmp_path / "host0", tmp_path / "host1"])
+
+
 def launch(folder: Path, name: str) -> list[Path]:
     """Record the program on two hosts of two processes each; return their folders."""
     program = folder / "program.py"
