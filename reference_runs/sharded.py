@@ -44,9 +44,7 @@ def save(path: Path, values: Mapping[str, Any], header: Mapping[str, Any], ranks
     Raises CheckpointError, on every rank, where replicated values differ between ranks or nothing can be written.
     """
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    first_expert = {name: _first_expert(name, value, ranks) for name, value in tensors.items()}
-    digests = _digests(values, first_expert)
-    index = _agree(ranks.gather_objects(digests), path)
+    index = _agree(ranks.gather_objects(digests_of(values, ranks)), path)
     temporary = path.with_name(f".{path.name}.tmp")
     trouble = None
     if ranks.rank == 0:
@@ -100,8 +98,7 @@ def load(path: Path, current: Mapping[str, Any], ranks: Ranks | None) -> tuple[d
         reason = next(iter(error.failures.values()))[0]
         raise CheckpointError(f"{path}: it cannot be loaded into this model: {reason}") from error
     values = content["numbers"] | tensors
-    first_expert = {name: _first_expert(name, value, ranks) for name, value in tensors.items()}
-    for name, digest in _digests(values, first_expert).items():
+    for name, digest in digests_of(values, ranks).items():
         if index.get(name) != digest:
             raise CheckpointError(f"{path}: {name} does not have its digest; the file was changed after it was saved")
     return header, values
@@ -112,21 +109,15 @@ def is_sharded(name: str) -> bool:
     return ".experts." in name and not name.startswith("step/")
 
 
-def _first_expert(name: str, value: Tensor, ranks: Ranks | None) -> int | None:
-    """Number of the first expert whose piece this rank holds; None where every rank has the same tensor."""
-    if not is_sharded(name):
-        return None
-    return 0 if ranks is None else ranks.ep_rank * value.shape[0]
-
-
-def _digests(values: Mapping[str, Any], first_expert: Mapping[str, int | None]) -> dict[str, str]:
-    digests = {}
+def digests_of(values: Mapping[str, Any], ranks: Ranks | None = None) -> dict[str, str]:
+    """Return the digest of every value by its name, of routed experts' by `NAME[EXPERT]`: whoever has which."""
+    digests: dict[str, str] = {}
     for name, value in values.items():
-        first = first_expert.get(name)
-        if first is None:
-            digests[name] = digest_value(value)
-        else:
+        if is_sharded(name):
+            first = 0 if ranks is None else ranks.ep_rank * len(value)
             digests |= {f"{name}[{first + i}]": digest_value(piece) for i, piece in enumerate(value)}
+        else:
+            digests[name] = digest_value(value)
     return digests
 
 
