@@ -21,24 +21,23 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from bitcheck.events import Phase, Site
-from bitcheck.hooks.dynamo import paused, skip_frame
+from bitcheck.hooks.completion import Completions, Promised
+from bitcheck.hooks.dynamo import paused, quiet, skip_frame
 from bitcheck.hooks.functional_collectives import FunctionalCollectives
 from bitcheck.hooks.modules import in_backward
+from bitcheck.hooks.patches import Function, Patches
 from bitcheck.hooks.process_groups import group_name, process_group_ranks, reduction_name
-from bitcheck.hooks.sharding import storage_id
 from bitcheck.hooks.steps import Call, StepBuilder
 
 if TYPE_CHECKING:
     from bitcheck.hooks.recorder import Recorder
-
-Function = Callable[..., Any]
 
 
 class Shape(NamedTuple):
@@ -106,17 +105,21 @@ class Begun(NamedTuple):
     """Where its results are put for what is computed after them."""
 
 
-class Promised(NamedTuple):
-    """Results of a collective under way: their places in the step, and the tensors they will be read from."""
+class _Bucket(NamedTuple):
+    """What a communication hook of DistributedDataParallel reduces."""
 
-    builder: StepBuilder
-    results: list[tuple[int, torch.Tensor]]
+    gradients: list[int]
+    """The events of the gradients in it."""
+    received: list[int]
+    """The events of what its collectives gave."""
 
 
 class _Local(threading.local):
     depth = 0
-    bucket: list[int] | None = None
-    """Inside a communication hook of DistributedDataParallel: the events of the gradients in its bucket."""
+    is_called_back = False
+    """Inside the callback of a future."""
+    bucket: _Bucket | None = None
+    """Set inside a communication hook."""
 
 
 class CollectiveHooks:
@@ -125,13 +128,8 @@ class CollectiveHooks:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._local = _Local()
-        self._originals: list[tuple[Any, str, Function, Function]] = []
-        self._pending: dict[int, tuple[Any, list[Promised]]] = {}
-        """Identity of a work -> the work and what it promises."""
-        self._coalesced: dict[int, list[Promised]] = {}
-        """Identity of a group that is coalescing -> what was begun."""
-        self._flying: dict[int, list[Promised]] = {}
-        """Storage that a collective is writing -> what else was recorded of it meanwhile."""
+        self._patches = Patches()
+        self.completions = Completions(recorder)
         self._functional = FunctionalCollectives(recorder, self)
 
     # --- attaching
@@ -140,50 +138,26 @@ class CollectiveHooks:
         """Wrap what collectives end in, where this PyTorch has them."""
         if not dist.is_available():
             return
+        replace = self._patches.replace
         for name in OBJECT_COLLECTIVES:
-            self._wrap_function(name)
-        kind: Any = torch._C._distributed_c10d.ProcessGroup
+            original = getattr(dist, name, None)
+            for module in (dist.distributed_c10d, dist):
+                if original is not None and getattr(module, name, None) is original:
+                    replace(module, name, self._unobserved)
+        kind = torch._C._distributed_c10d.ProcessGroup
         for name, shape in SHAPES.items():
-            self._replace(kind, name, functools.partial(self._observed, shape))
-        self._replace(kind, "_start_coalescing", self._starting)
-        self._replace(kind, "_end_coalescing", self._ending)
-        work: Any = torch._C._distributed_c10d.Work
-        for name in ("wait", "synchronize", "block_current_stream"):
-            self._replace(work, name, self._waiting)
-        self._replace(work, "is_completed", self._asking)
-        self._replace(work, "get_future", self._promising)
-        self._replace(torch.nn.parallel.DistributedDataParallel, "register_comm_hook", self._hooking)
+            replace(kind, name, functools.partial(self._observed, shape))
+        for name in ("then", "add_done_callback"):
+            replace(torch._C.Future, name, self._calling_back)
+        replace(torch.nn.parallel.DistributedDataParallel, "register_comm_hook", self._hooking)
+        self.completions.install(self._patches)
         self._functional.install()
-
-    def _replace(self, holder: Any, name: str, make: Callable[[Function], Function]) -> None:
-        if not hasattr(holder, name):
-            return
-        original: Function = getattr(holder, name)
-        wrapper = make(original)
-        setattr(holder, name, wrapper)
-        self._originals.append((holder, name, original, wrapper))
-
-    def _wrap_function(self, name: str) -> None:
-        if not hasattr(dist.distributed_c10d, name):
-            return
-        original: Function = getattr(dist.distributed_c10d, name)
-        wrapper = self._unobserved(original)
-        module: Any
-        for module in (dist.distributed_c10d, dist):
-            if getattr(module, name, None) is original:
-                setattr(module, name, wrapper)
-                self._originals.append((module, name, original, wrapper))
 
     def remove(self) -> None:
         """Put the functions back."""
         self._functional.remove()
-        for holder, name, original, wrapper in self._originals:
-            if getattr(holder, name) is wrapper:
-                setattr(holder, name, original)
-        self._originals = []
-        self._pending.clear()
-        self._coalesced.clear()
-        self._flying.clear()
+        self._patches.remove()
+        self.completions.clear()
 
     def _unobserved(self, original: Function) -> Function:
         local = self._local
@@ -206,6 +180,8 @@ class CollectiveHooks:
         @skip_frame
         def run(own: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.sees():
+                if self._local.is_called_back and self._recorder.is_active:
+                    self._recorder.current.miss("collectives that callbacks of futures began")
                 return original(own, *args, **kwargs)
             with self.alone():
                 begun = self._begin_method(shape, own, args, kwargs)
@@ -275,9 +251,9 @@ class CollectiveHooks:
         group = builder.add_group("collective", root, owner, op, call.group if call is not None else -1)
         inputs: list[int] = []
         for index, tensor in enumerate(given):
-            known = builder.recorded(tensor) or (bucket if bucket is not None else _surroundings(call))
+            known = builder.recorded(tensor) or (bucket.gradients if bucket is not None else _surroundings(call))
             inputs += builder.add_tensor(site._replace(slot=f"in.{index}"), tensor, -1, known)
-        heard_by = None if bucket is not None else _listener(builder, call, is_pairwise)
+        heard_by = bucket.received if bucket is not None else _listener(builder, call, is_pairwise)
         return Begun(builder, site, group, inputs, list(received), heard_by)
 
     def promise(self, begun: Begun, received: Sequence[torch.Tensor]) -> Promised:
@@ -289,46 +265,9 @@ class CollectiveHooks:
             events = builder.reserve(site, tensor, begun.group, begun.inputs)
             results += [(event, tensor) for event in events]
             self._note(begun, tensor, events)
-            storage = storage_id(tensor)
-            if storage is not None:
-                self._flying.setdefault(storage, [])
-        return Promised(builder, results)
-
-    def awaited(
-        self, builder: StepBuilder, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]
-    ) -> list[int] | None:
-        """Record a tensor that a collective is still writing, to be read when it is complete; None for any other."""
-        if not self._flying:
-            return None
-        inner = _written(tensor)
-        promises = self._flying.get(storage) if (storage := storage_id(inner)) is not None else None
-        if promises is None:
-            return None
-        events = builder.reserve(site, inner, group, inputs)
-        promises.append(Promised(builder, [(event, inner) for event in events]))
-        return events
-
-    def settle(self, promised: Promised) -> None:
-        """Read the results of a collective that is complete."""
-        for event, tensor in promised.results:
-            if self._recorder.is_active:
-                promised.builder.settle(event, tensor)
-            self.land(tensor)
-
-    def land(self, tensor: torch.Tensor) -> None:
-        """Read what was recorded of a tensor's memory while a collective, which is complete, was writing it."""
-        storage = storage_id(tensor)
-        for promised in self._flying.pop(storage, ()) if storage is not None else ():
-            for event, other in promised.results:
-                if self._recorder.is_active:
-                    promised.builder.settle(event, other)
-
-    def expect(self, promised: Promised) -> None:
-        """Read what was promised when somebody waits for its memory."""
-        for event, tensor in promised.results:
-            storage = storage_id(tensor)
-            if storage is not None:
-                self._flying.setdefault(storage, []).append(Promised(promised.builder, [(event, tensor)]))
+        promised = Promised(builder, results)
+        self.completions.take_off(promised)
+        return promised
 
     def _note(self, begun: Begun, tensor: torch.Tensor, events: list[int]) -> None:
         begun.builder.remember(tensor, events)
@@ -339,116 +278,32 @@ class CollectiveHooks:
 
     @paused
     def _end_method(self, own: Any, begun: Begun, result: Any) -> None:
-        if not begun.received:
-            return
-        promised = self.promise(begun, begun.received)
-        waiting = self._coalesced.get(id(own))
-        if waiting is not None:
-            waiting.append(promised)
-        elif isinstance(result, torch._C._distributed_c10d.Work):
-            self._pending.setdefault(id(result), (result, []))[1].append(promised)
-        else:
-            self.settle(promised)
-
-    # --- several in one
-
-    def _starting(self, original: Function) -> Function:
-        @functools.wraps(original)
-        @skip_frame
-        def start(own: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._recorder.is_active:
-                self._coalesced[id(own)] = []
-            return original(own, *args, **kwargs)
-
-        return start
-
-    def _ending(self, original: Function) -> Function:
-        @functools.wraps(original)
-        @skip_frame
-        def end(own: Any, *args: Any, **kwargs: Any) -> Any:
-            work = original(own, *args, **kwargs)
-            self._end_coalesced(own, work)
-            return work
-
-        return end
-
-    @paused
-    def _end_coalesced(self, own: Any, work: Any) -> None:
-        waiting = self._coalesced.pop(id(own), [])
-        if isinstance(work, torch._C._distributed_c10d.Work):
-            self._pending.setdefault(id(work), (work, []))[1].extend(waiting)
-        else:
-            for promised in waiting:
-                self.settle(promised)
-
-    # --- completion
-
-    def _waiting(self, original: Function) -> Function:
-        @functools.wraps(original)
-        @skip_frame
-        def wait(own: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(own, *args, **kwargs)
-            self._settle_work(own)
-            return result
-
-        return wait
-
-    def _asking(self, original: Function) -> Function:
-        """A program may read a result that it polled for. Of a device's work that says nothing of its stream."""
-
-        @functools.wraps(original)
-        @skip_frame
-        def is_completed(own: Any) -> Any:
-            result = original(own)
-            if result and self._is_on_host(own):
-                self._settle_work(own)
-            return result
-
-        return is_completed
-
-    def _promising(self, original: Function) -> Function:
-        """Whoever takes the future of a work may never wait for the work: its results are read first of all."""
-
-        @functools.wraps(original)
-        @skip_frame
-        def get_future(own: Any) -> Any:
-            future = original(own)
-            if id(own) in self._pending:
-                if self._is_on_host(own):
-                    future.add_done_callback(lambda _: self._settle_work(own))
-                elif in_backward():
-                    self._settle_after_backward(own)
-            return future
-
-        return get_future
-
-    def _settle_after_backward(self, work: Any) -> None:
-        """Read a device's results when backward ends, after what others have put there has run, which waits."""
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: engine.queue_callback(lambda: self._settle_work(work)))
-
-    def _is_on_host(self, work: Any) -> bool:
-        held = self._pending.get(id(work))
-        return held is not None and all(tensor.is_cpu for promised in held[1] for _, tensor in promised.results)
-
-    @paused
-    def _settle_work(self, work: Any) -> None:
-        held = self._pending.pop(id(work), None)
-        for promised in held[1] if held is not None else ():
-            self.settle(promised)
+        if begun.received:
+            self.completions.await_work(own, result, self.promise(begun, begun.received))
 
     def close(self, builder: StepBuilder) -> None:
         """Let go of what nobody waited for in a step that ends."""
-        self._pending = {
-            key: (work, kept)
-            for key, (work, promises) in self._pending.items()
-            if (kept := [promised for promised in promises if promised.builder is not builder])
-        }
-        self._flying = {
-            storage: kept
-            for storage, promises in self._flying.items()
-            if (kept := [promised for promised in promises if promised.builder is not builder])
-        }
+        self.completions.close(builder)
+
+    def _calling_back(self, original: Function) -> Function:
+        """A callback runs in this thread or in another, as it happens: nothing that it does is recorded."""
+        local = self._local
+
+        @functools.wraps(original)
+        @skip_frame
+        def then(own: Any, callback: Function) -> Any:
+            @functools.wraps(callback)
+            def run(future: Any) -> Any:
+                before = local.is_called_back
+                local.depth, local.is_called_back = local.depth + 1, True
+                try:
+                    return quiet(callback)(future)
+                finally:
+                    local.depth, local.is_called_back = local.depth - 1, before
+
+            return original(own, run)
+
+        return then
 
     # --- DistributedDataParallel's communication hooks
 
@@ -462,26 +317,31 @@ class CollectiveHooks:
             @skip_frame
             def observed_hook(state: Any, bucket: Any) -> Any:
                 before = self._local.bucket
-                self._local.bucket = self._gradients_in(bucket)
+                self._local.bucket = held = _Bucket(self._gradients_in(bucket), [])
                 try:
                     return hook(state, bucket)
                 finally:
                     self._local.bucket = before
+                    self._note_reduced(bucket, held)
 
             return original(own, state, observed_hook)
 
         return register_comm_hook
 
     @paused
+    def _note_reduced(self, bucket: Any, held: _Bucket) -> None:
+        """What the hook leaves in the bucket, now or when its future is there, it has from its collectives."""
+        recorder = self._recorder
+        if recorder.ops is not None and recorder.is_active:
+            recorder.ops.note_received(recorder.current, bucket.buffer(), held.received)
+
+    @paused
     def _gradients_in(self, bucket: Any) -> list[int]:
         recorder = self._recorder
         if not recorder.is_active:
             return []
-        return [
-            event
-            for parameter in bucket.parameters()
-            for event in recorder.gradients.events_of(recorder.current, parameter)
-        ]
+        builder, events = recorder.current, recorder.gradients.events_of
+        return [event for parameter in bucket.parameters() for event in events(builder, parameter)]
 
 
 class _Alone:
@@ -497,14 +357,6 @@ class _Alone:
 
     def __exit__(self, *error: object) -> None:
         self._local.depth -= 1
-
-
-def _written(tensor: Any) -> torch.Tensor:
-    """Return the plain tensor that a functional collective's result, or the shard of a DTensor, stands for."""
-    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
-        return tensor
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return getattr(local, "elem", local)
 
 
 def _surroundings(call: Call | None) -> list[int]:

@@ -84,6 +84,20 @@ def paused(function: F) -> F:
     return skip_frame(run)  # type: ignore[return-value]
 
 
+def quiet(function: F) -> F:
+    """Run a function of the program's without its operations being recorded."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _local.depth += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _local.depth -= 1
+
+    return run  # type: ignore[return-value]
+
+
 def is_quiet() -> bool:
     """Say whether a function of the recorder's own is running in this thread."""
     return _local.depth > 0

@@ -125,8 +125,8 @@ class FunctionalCollectives:
     @paused
     def _end(self, begun: Begun, result: Any) -> None:
         received = [result] if isinstance(result, torch.Tensor) else list(result or ())
-        self._collectives.expect(self._collectives.promise(begun, received))
+        self._collectives.completions.expect(self._collectives.promise(begun, received))
 
     @paused
     def _settle(self, tensor: torch.Tensor) -> None:
-        self._collectives.land(tensor)
+        self._collectives.completions.land(tensor)

@@ -22,7 +22,7 @@ def reduction_name(reduction: Any) -> str:
     """Return `sum`, `avg`, ...; `custom` for one with parameters."""
     if reduction is None:
         return "sum"
-    name = str(reduction).rpartition(".")[2].partition(":")[0].strip("<> ").lower()
+    name = str(getattr(reduction, "op", reduction)).rpartition(".")[2].partition(":")[0].strip("<> ").lower()
     return name if name.isidentifier() else "custom"
 
 

@@ -315,7 +315,7 @@ class Recorder:
         if (ops := self.ops) is not None:
             builder.writers = lambda tensor: ops.writers(builder, tensor)[1]
         if self.collectives is not None:
-            builder.awaited = self.collectives.awaited
+            builder.awaited = self.collectives.completions.awaited
         return builder
 
     def _claim(self) -> None:

@@ -138,6 +138,9 @@ def _mean_in_half(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[t
     return future.then(decompress)
 
 
+_mean_in_half.__annotations__.clear()  # PyTorch wants classes there, not their names
+
+
 @program
 def ddp_with_a_hook_of_its_own() -> Trained:
     model = DistributedDataParallel(seeded(Net), bucket_cap_mb=0.001)

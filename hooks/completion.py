@@ -1,0 +1,220 @@
+"""When a collective is complete, so that its results may be read.
+
+A program waits for a work (`work.wait()`), polls it, takes its future, or waits for a functional collective's
+tensor. At that moment what was promised of it is read, and whatever else was recorded of the same memory
+while it was in flight: a module that passes on a tensor which is still being written gave that tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from bitcheck.events import Site
+from bitcheck.hooks.dynamo import paused, skip_frame
+from bitcheck.hooks.modules import in_backward
+from bitcheck.hooks.patches import Function, Patches
+from bitcheck.hooks.sharding import storage_id
+from bitcheck.hooks.steps import StepBuilder
+
+if TYPE_CHECKING:
+    from bitcheck.hooks.recorder import Recorder
+
+
+class Promised(NamedTuple):
+    """Results of a collective under way: their places in the step, and the tensors they will be read from."""
+
+    builder: StepBuilder
+    results: list[tuple[int, torch.Tensor]]
+
+
+class Completions:
+    """Reads the results of one recorder's collectives when they are there."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._pending: dict[int, tuple[Any, list[Promised]]] = {}
+        """Identity of a work -> the work and what it promises."""
+        self._coalesced: dict[int, list[Promised]] = {}
+        """Identity of a group that is coalescing -> what was begun."""
+        self._flying: dict[int, list[Promised]] = {}
+        """Storage that a collective is writing -> what else was recorded of it meanwhile."""
+
+    def install(self, patches: Patches) -> None:
+        """See works being waited for."""
+        group, work = torch._C._distributed_c10d.ProcessGroup, torch._C._distributed_c10d.Work
+        patches.replace(group, "_start_coalescing", self._starting)
+        patches.replace(group, "_end_coalescing", self._ending)
+        for name in ("wait", "synchronize", "block_current_stream"):
+            patches.replace(work, name, self._waiting)
+        patches.replace(work, "is_completed", self._asking)
+        patches.replace(work, "get_future", self._promising)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._pending.clear()
+        self._coalesced.clear()
+        self._flying.clear()
+
+    # --- what is promised
+
+    def take_off(self, promised: Promised) -> None:
+        """Know that a collective writes these tensors from now on."""
+        for _, tensor in promised.results:
+            storage = storage_id(tensor)
+            if storage is not None:
+                self._flying.setdefault(storage, [])
+
+    def expect(self, promised: Promised) -> None:
+        """Read what was promised when somebody waits for its memory."""
+        for event, tensor in promised.results:
+            storage = storage_id(tensor)
+            if storage is not None:
+                self._flying.setdefault(storage, []).append(Promised(promised.builder, [(event, tensor)]))
+
+    def await_work(self, group: Any, work: Any, promised: Promised) -> None:
+        """Read what was promised when somebody waits for a work; at once where there is none to wait for."""
+        waiting = self._coalesced.get(id(group))
+        if waiting is not None:
+            waiting.append(promised)
+        elif isinstance(work, torch._C._distributed_c10d.Work):
+            self._pending.setdefault(id(work), (work, []))[1].append(promised)
+        else:
+            self._settle(promised)
+
+    def awaited(
+        self, builder: StepBuilder, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]
+    ) -> list[int] | None:
+        """Record a tensor that a collective is still writing, to be read when it is complete; None for any other."""
+        if not self._flying:
+            return None
+        inner = _written(tensor)
+        storage = storage_id(inner)
+        promises = self._flying.get(storage) if storage is not None else None
+        if promises is None:
+            return None
+        events = builder.reserve(site, inner, group, inputs)
+        promises.append(Promised(builder, [(event, inner) for event in events]))
+        return events
+
+    # --- what is there
+
+    def _settle(self, promised: Promised) -> None:
+        for event, tensor in promised.results:
+            if self._recorder.is_active:
+                promised.builder.settle(event, tensor)
+            self.land(tensor)
+
+    def land(self, tensor: torch.Tensor) -> None:
+        """Read what was recorded of a tensor's memory while a collective, which is complete, was writing it."""
+        storage = storage_id(tensor) if self._flying else None
+        for promised in self._flying.pop(storage, ()) if storage is not None else ():
+            for event, other in promised.results:
+                if self._recorder.is_active:
+                    promised.builder.settle(event, other)
+
+    @paused
+    def _settle_work(self, work: Any) -> None:
+        held = self._pending.pop(id(work), None)
+        for promised in held[1] if held is not None else ():
+            self._settle(promised)
+
+    def close(self, builder: StepBuilder) -> None:
+        """Let go of what nobody waited for in a step that ends."""
+        self._pending = {
+            key: (work, kept) for key, (work, promises) in self._pending.items() if (kept := _others(promises, builder))
+        }
+        self._flying = {
+            storage: kept for storage, promises in self._flying.items() if (kept := _others(promises, builder))
+        }
+
+    # --- a work
+
+    def _waiting(self, original: Function) -> Function:
+        @functools.wraps(original)
+        @skip_frame
+        def wait(own: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(own, *args, **kwargs)
+            self._settle_work(own)
+            return result
+
+        return wait
+
+    def _asking(self, original: Function) -> Function:
+        """A program may read a result that it polled for. Of a device's work that says nothing of its stream."""
+
+        @functools.wraps(original)
+        @skip_frame
+        def is_completed(own: Any) -> Any:
+            result = original(own)
+            if result and self._is_on_host(own):
+                self._settle_work(own)
+            return result
+
+        return is_completed
+
+    def _promising(self, original: Function) -> Function:
+        """Whoever takes the future of a work may never wait for the work: its results are read first of all."""
+
+        @functools.wraps(original)
+        @skip_frame
+        def get_future(own: Any) -> Any:
+            future = original(own)
+            if id(own) in self._pending:
+                if self._is_on_host(own):
+                    future.add_done_callback(lambda _: self._settle_work(own))
+                elif in_backward():
+                    self._settle_after_backward(own)
+            return future
+
+        return get_future
+
+    def _settle_after_backward(self, work: Any) -> None:
+        """Read a device's results when backward ends, after what others have put there has run, which waits."""
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: engine.queue_callback(lambda: self._settle_work(work)))
+
+    def _is_on_host(self, work: Any) -> bool:
+        held = self._pending.get(id(work))
+        return held is not None and all(tensor.is_cpu for promised in held[1] for _, tensor in promised.results)
+
+    # --- several works in one
+
+    def _starting(self, original: Function) -> Function:
+        @functools.wraps(original)
+        @skip_frame
+        def start(own: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._recorder.is_active:
+                self._coalesced[id(own)] = []
+            return original(own, *args, **kwargs)
+
+        return start
+
+    def _ending(self, original: Function) -> Function:
+        @functools.wraps(original)
+        @skip_frame
+        def end(own: Any, *args: Any, **kwargs: Any) -> Any:
+            work = original(own, *args, **kwargs)
+            self._end_coalesced(own, work)
+            return work
+
+        return end
+
+    @paused
+    def _end_coalesced(self, own: Any, work: Any) -> None:
+        for promised in self._coalesced.pop(id(own), []):
+            self.await_work(own, work, promised)
+
+
+def _others(promises: list[Promised], builder: StepBuilder) -> list[Promised]:
+    return [promised for promised in promises if promised.builder is not builder]
+
+
+def _written(tensor: Any) -> torch.Tensor:
+    """Return the plain tensor that a functional collective's result, or the shard of a DTensor, stands for."""
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return tensor
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return getattr(local, "elem", local)

@@ -1,0 +1,155 @@
+"""Trainings spread over ranks: recording changes no bit of them, and two recordings of one agree.
+
+Each test is one job of gloo processes that runs its programs bare, recorded and recorded again.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bitcheck.diff import diff_runs
+from bitcheck.events import Phase, StepKind
+from bitcheck.placements import parse_placement
+from bitcheck.run import Run, open_run
+from bitcheck.store import LoadedStep
+
+LOW_RANK = "ddp_with_low_rank_gradients"
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def run_job(folder: Path, num_ranks: int, level: str, *names: str) -> None:
+    """Run programs and check what holds of each: the same bits thrice, and two equal recordings."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.hooks.parallel_job", str(folder), str(num_ranks), level]
+    ended = subprocess.run([*command, *names], cwd=ROOT, capture_output=True, timeout=120)
+    for name in names:
+        for rank in range(num_ranks):
+            path = folder / f"{name}-{rank}.json"
+            found = json.loads(path.read_text()) if path.exists() else {"error": ended.stderr.decode()}
+            assert "error" not in found, found["error"]
+            assert found["bare"] == found["a"] == found["b"], f"{name}, rank {rank}: other final bits"
+        with open_run(folder / name / "a") as baseline, open_run(folder / name / "b") as candidate:
+            answer = diff_runs(baseline, candidate)
+            assert answer.verdict == "identical", f"{name}: {answer.explanation}"
+            assert (answer.compared.steps, answer.compared.ranks) == (3, num_ranks)
+            in_callbacks = {"collectives that callbacks of futures began"} if name == LOW_RANK else set()
+            assert set(answer.unobserved) == in_callbacks, name
+
+
+def step(run: Run, rank: int, number: int = 1) -> LoadedStep:
+    """Return a whole training step of a rank."""
+    table = run.rank(rank).table
+    (row,) = ((table["step"] == number) & (table["kind"] == int(StepKind.STEP))).nonzero()[0].tolist()
+    return run.rank(rank).load(row)
+
+
+def keys(loaded: LoadedStep, phase: Phase) -> list[str]:
+    return [site.text(False) for site in loaded.sites if site.phase is phase]
+
+
+def test_data_parallel_programs_are_recorded_as_they_are(tmp_path: Path) -> None:
+    names = (
+        "ddp", "ddp_with_bucket_views_and_static_graph", "ddp_that_accumulates",
+        "ddp_with_unused_parameters_and_buffers", "ddp_with_a_hook_of_its_own", "ddp_with_low_rank_gradients",
+        "averaged_by_hand",
+    )  # fmt: skip
+    run_job(tmp_path, 2, "module", *names)
+    with open_run(tmp_path / "ddp" / "a") as run:
+        loaded = step(run, 1)
+        assert "param/blocks.0.up.weight:value" in keys(loaded, Phase.PARAM), "the wrapper is in no name"
+        assert "backward/blocks.0.up.weight:grad" in keys(loaded, Phase.BACKWARD)
+        placements = dict(zip([site.text(False) for site in loaded.sites], loaded.placements, strict=True))
+        for text in (
+            "param/head.bias:value", "grad/head.bias:grad", "optim/head.bias:exp_avg",
+        ):  # fmt: skip
+            placement = parse_placement(placements[text])
+            assert placement is not None and placement.replica_ranks == (0, 1), text
+        assert placements["backward/head.bias:grad"] == "", "before the reduction it is this rank's own"
+    with open_run(tmp_path / "ddp_with_a_hook_of_its_own" / "a") as run:
+        found = keys(step(run, 0), Phase.COMM)
+        assert "comm/all_reduce.sum.world.bucket:in.0" in found and "comm/all_reduce.sum.world.bucket:out.0#1" in found
+
+
+def test_sharded_programs_are_recorded_as_they_are(tmp_path: Path) -> None:
+    names = (
+        "fsdp", "fsdp_that_keeps_parameters_gathered", "fsdp_in_mixed_precision",
+        "fsdp_that_accumulates_and_recomputes",
+    )  # fmt: skip
+    run_job(tmp_path, 2, "module", *names)
+    for name in names:
+        with open_run(tmp_path / name / "a") as run:
+            loaded = step(run, 1)
+            texts = [site.text(False) for site in loaded.sites]
+            at = texts.index("param/blocks.0.up.weight:value")
+            placement = parse_placement(loaded.placements[at])
+            assert placement is not None and placement.kinds == ("S(0)",) and placement.replica_ranks == (1,)
+            assert loaded.shapes[at] == (8, 8), "half of 16 x 8"
+            local = texts.index("backward/blocks.0.up.weight:grad")
+            assert loaded.shapes[local] == (16, 8), "the gradient leaves autograd whole"
+            assert loaded.shapes[texts.index("grad/blocks.0.up.weight:grad")] == (8, 8)
+            assert "optim/head.weight:exp_avg" in texts or "optim/head.weight:momentum_buffer" in texts
+            collectives = {site.path.partition(".")[0] for site in loaded.sites if site.phase is Phase.COMM}
+            assert collectives >= {"all_gather_into_tensor", "reduce_scatter_tensor"}
+
+
+def test_tensor_parallel_programs_are_recorded_as_they_are(tmp_path: Path) -> None:
+    run_job(tmp_path, 2, "module", "tensor_parallel", "sequence_parallel", "fsdp_and_tensor_parallel")
+    with open_run(tmp_path / "tensor_parallel" / "a") as run:
+        loaded = step(run, 0)
+        texts = [site.text(False) for site in loaded.sites]
+        placement = parse_placement(loaded.placements[texts.index("param/blocks.1.down.weight:value")])
+        assert placement is not None
+        assert (placement.dims, placement.kinds) == ((("tp", 2),), ("S(1)",))
+        bias = parse_placement(loaded.placements[texts.index("param/blocks.1.down.bias:value")])
+        assert bias is not None and bias.replica_ranks == (0, 1)
+        group = loaded.groups[int(loaded.group_of[texts.index("comm/all_reduce.sum.world:out.0")])]
+        assert (group.path, group.op) == ("blocks.0.down", "all_reduce(sum)"), "which module ran it"
+
+
+def test_expert_parallel_programs_are_recorded_as_they_are(tmp_path: Path) -> None:
+    names = ("expert_parallel", "expert_parallel_asynchronous", "expert_parallel_functional", "every_collective")
+    run_job(tmp_path, 2, "module", *names)
+    for name in names[:3]:
+        with open_run(tmp_path / name / "a") as run:
+            found = [key for key in keys(step(run, 0), Phase.COMM) if ":out" in key]
+            # Counts, rows, rows back; and in backward the gradients of both.
+            assert found == [f"comm/all_to_all_single.world:out.0{tail}" for tail in ("", "#1", "#2", "#3", "#4")]
+    with open_run(tmp_path / "every_collective" / "a") as run:
+        words = {site.path.split(".")[0] for site in step(run, 0).sites if site.phase is Phase.COMM}
+        assert words == {
+            "broadcast", "all_gather", "all_reduce", "gather", "scatter", "reduce", "reduce_scatter_tensor",
+            "all_gather_into_tensor", "send",
+        }  # fmt: skip
+        sent, received = (keys(step(run, rank), Phase.COMM) for rank in (0, 1))
+        assert "comm/send.0-1:in.0#1" in sent and "comm/send.0-1:out.0#1" in received
+
+
+@pytest.mark.parametrize("name", ["pipeline_1f1b", "pipeline_interleaved"])
+def test_pipelines_are_recorded_as_they_are_by_stage_and_micro_batch(tmp_path: Path, name: str) -> None:
+    run_job(tmp_path, 2, "module", name)
+    with open_run(tmp_path / name / "a") as run:
+        for rank in (0, 1):
+            loaded = step(run, rank)
+            forward = keys(loaded, Phase.FORWARD)
+            assert [f"forward/stage.{rank}.0.up:out{tail}" in forward for tail in ("", "#1", "#2", "#3")] == [True] * 4
+            assert f"param/stage.{rank}.0.up.weight:value" in keys(loaded, Phase.PARAM)
+            assert (f"forward/stage.{rank + 2}.0.up:out#3" in forward) == (name == "pipeline_interleaved")
+        assert keys(step(run, 0), Phase.BATCH) == [f"batch/stage.0:in.0{tail}" for tail in ("", "#1", "#2", "#3")]
+        assert not keys(step(run, 1), Phase.BATCH), "what a stage receives is no data"
+
+
+def test_programs_of_several_ranks_are_recorded_as_they_are_operation_by_operation(tmp_path: Path) -> None:
+    names = ("ddp_with_a_hook_of_its_own", "fsdp", "tensor_parallel", "expert_parallel_functional", "pipeline_gpipe")
+    run_job(tmp_path, 2, "op", *names)
+    with open_run(tmp_path / "tensor_parallel" / "a") as run:
+        loaded = step(run, 0)
+        texts = [site.text(False) for site in loaded.sites]
+        assert "forward/blocks.0.up:aten.addmm.default.out" in texts, "the operation on the local shard"
+        result = texts.index("comm/all_reduce.sum.world:out.0")
+        used = [index for index in range(len(texts)) if result in loaded.layout.inputs_of(index)]
+        assert any(texts[index].startswith("forward/") for index in used), "what comes after knows whence it has it"
+        assert not any(text.startswith("batch/") and not text.startswith("batch/Net:in.0") for text in texts)
