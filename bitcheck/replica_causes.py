@@ -38,13 +38,14 @@ class Evidence(NamedTuple):
     """Whether the run's level has local gradients at all."""
     has_statistics: bool
     """Whether the differing buffers are running statistics, as a BatchNorm has them."""
+    phases: frozenset[Phase]
+    """Of all that differs."""
     has_before: bool = True
     """Whether the state before the step was recorded, so that it is known to have agreed."""
 
     @classmethod
-    def of(cls, disagreements: Sequence[Disagreement], steps: Sequence[LoadedStep], naming: Naming) -> Evidence:
-        """Return what one rank's step of each kind, the most frequent first, says of `disagreements`."""
-        differing = {each.site for each in disagreements}
+    def of(cls, differing: Mapping[str, Phase], steps: Sequence[LoadedStep], naming: Naming) -> Evidence:
+        """Return what steps of differing ranks, the most frequent kind first, say of the sites that differ."""
         scalars: Counter[str] = Counter()
         for step in steps:
             found = {
@@ -67,14 +68,15 @@ class Evidence(NamedTuple):
                 and (text := naming.site(site)) in differing
             }
             unreduced = own if unreduced is None else unreduced & own
-        buffers = [each.site for each in disagreements if each.phase == Phase.BUFFER]
+        buffers = [text for text, phase in differing.items() if phase is Phase.BUFFER]
         return cls(
             tuple(sorted(scalars)),
             sum(site.phase is Phase.GRAD for site in steps[0].sites),
-            sum(each.phase == Phase.GRAD for each in disagreements),
+            sum(phase is Phase.GRAD for phase in differing.values()),
             len(unreduced or ()),
             any(site.phase is Phase.BACKWARD and site.slot == "grad" for site in steps[0].sites),
             bool(buffers) and any("running_mean" in site or "running_var" in site for site in buffers),
+            frozenset(differing.values()),
         )
 
 
@@ -145,7 +147,7 @@ def _explain_undeclared(world_size: int, has_groups: bool) -> tuple[str, str]:
 
 def _find_cause(disagreements: Sequence[Disagreement], evidence: Evidence, start_step: int) -> ReplicaCause:
     first = disagreements[0]
-    phases = {each.phase for each in disagreements}
+    phases = {str(phase) for phase in evidence.phases}
     if first.is_initial:
         return ReplicaCause.RESTORE if start_step > 0 else ReplicaCause.INITIAL_STATE
     if not phases <= set(_NOUNS):

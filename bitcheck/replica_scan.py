@@ -108,7 +108,7 @@ class Scan:
             layout_number, meta_number = pair >> 32, pair & 0xFFFFFFFF
             with reader.reading(int(table["step"][at[0]])):
                 layout, meta = reader.layout(layout_number), reader.meta(meta_number)
-            selections = self.selector.select(rank, layout, meta)
+                selections = self.selector.select(rank, layout, meta)
             for key, selection in selections.items():
                 if only is not None and key != only:
                     continue

@@ -16,8 +16,11 @@ Place in the flow: store, placements -> *replicas* -> gate, report.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
 
 from bitcheck.answer import RunFacts
 from bitcheck.digest import differing_elements
@@ -42,6 +45,8 @@ from bitcheck.tables import Progress
 
 MAX_DISAGREEMENTS = 64
 """Tensors of the first step that are listed; the rest are counted."""
+_MAX_STEPS_KEPT = 8
+"""Ranks whose whole step is looked into for what else it says."""
 _BUFFERS = "buffer/*"
 """The pattern of all buffers."""
 _MAY_BE_PARTITIONED = (Phase.GRAD, Phase.OPTIM)
@@ -100,7 +105,7 @@ def _settle(scan: Scan, group: Group) -> _Found:
     """Find the first step in which copies really differ, and the ranks that are the odd ones."""
     while (key := group.first) is not None:
         kinds = _kinds_at(scan, group, key)
-        found = _look(scan, group, key, kinds)
+        found = _Look(scan, group, key, kinds).find()
         if found.disagreements:
             members = max(kinds, key=len)
             if 2 * len(members) > sum(map(len, kinds)):
@@ -133,57 +138,111 @@ def _kinds_at(scan: Scan, group: Group, key: StepKey) -> list[list[int]]:
     return [ranks for ranks in kinds.values() if ranks]
 
 
-def _look(scan: Scan, group: Group, key: StepKey, kinds: list[list[int]]) -> _Found:
-    """Read the events of one rank of each kind. `count` without `disagreements`: sites that are to be ignored."""
-    kinds = sorted(kinds, key=lambda ranks: (-len(ranks), ranks))
-    naming = Naming()
-    steps, places = [], []
-    for ranks in kinds:
-        step = scan.load(ranks[0], key)
-        selection = scan.selector.select(ranks[0], step.layout, step.meta).get(group.key)
-        events = sorted(event for column in (selection.events if selection else ()) for event in column.tolist())
-        naming.learn(step)
-        steps.append(step)
-        places.append({step.keys[event]: event for event in events})
-    found = _Found(group, key)
-    ignored = scan.selector.ignored.setdefault(group.key, set())
-    for site_key in dict.fromkeys(site_key for place in places for site_key in place):
-        holders = [number for number, place in enumerate(places) if site_key in place]
-        contents: dict[bytes | None, list[int]] = {}
-        for number, (ranks, step, place) in enumerate(zip(kinds, steps, places, strict=True)):
-            digest = step.digests[place[site_key]].tobytes() if number in holders else None
-            contents.setdefault(digest, []).extend(ranks)
-        if len(contents) == 1:
-            continue
-        step, event = steps[holders[0]], places[holders[0]][site_key]
-        num_holders = sum(len(kinds[number]) for number in holders)
-        if num_holders == 1 and step.sites[event].phase in _MAY_BE_PARTITIONED:
-            found.count += site_key not in ignored
-            ignored.add(site_key)
-            continue
+class _Kind(NamedTuple):
+    """One of the contents that a group's copies have in a step: that of a few ranks, or of most."""
+
+    ranks: list[int]
+    places: Mapping[str, int]
+    """Site key -> row in `digests`; one object for all kinds of one layout."""
+    events: np.ndarray
+    """Row -> event of the step."""
+    digests: np.ndarray
+    """uint8 [rows, 16]."""
+
+
+class _Look:
+    """Reads one step of one rank of each kind, and finds the sites whose copies differ.
+
+    Of thousands of kinds (every rank its own gradients) only the digests of what is replicated are kept.
+    """
+
+    def __init__(self, scan: Scan, group: Group, key: StepKey, kinds: list[list[int]]) -> None:
+        self.scan, self.group, self.key = scan, group, key
+        self.naming = Naming()
+        self.steps: list[LoadedStep] = []
+        """Of the most frequent kinds."""
+        self.kinds: list[_Kind] = []
+        shared: dict[tuple[bytes, bytes], tuple[Mapping[str, int], np.ndarray]] = {}
+        for ranks in sorted(kinds, key=lambda ranks: (-len(ranks), ranks)):
+            step = scan.load(ranks[0], key)
+            like = (step.layout.hash, step.meta.hash)
+            if like not in shared:
+                selection = scan.selector.select(ranks[0], step.layout, step.meta).get(group.key)
+                events = np.sort(np.concatenate(selection.events)) if selection else np.zeros(0, np.int64)
+                shared[like] = {step.keys[event]: row for row, event in enumerate(events.tolist())}, events
+            places, events = shared[like]
+            self.kinds.append(_Kind(ranks, places, events, step.digests[events]))
+            self.naming.learn(step)
+            if len(self.steps) < _MAX_STEPS_KEPT:
+                self.steps.append(step)
+
+    def find(self) -> _Found:
+        """Return what differs; `count` without `disagreements`: how many sites are to be ignored from now on."""
+        found, differing = _Found(self.group, self.key), {}
+        ignored = self.scan.selector.ignored.setdefault(self.group.key, set())
+        num_ignored = 0
+        for site_key in dict.fromkeys(site_key for kind in self._distinct() for site_key in kind.places):
+            contents: dict[bytes | None, list[int]] = {}
+            for kind in self.kinds:
+                row = kind.places.get(site_key)
+                contents.setdefault(None if row is None else kind.digests[row].tobytes(), []).extend(kind.ranks)
+            if len(contents) == 1:
+                continue
+            step, event = self._holder(site_key)
+            site = step.sites[event]
+            num_holders = sum(len(ranks) for digest, ranks in contents.items() if digest is not None)
+            if num_holders == 1 and site.phase in _MAY_BE_PARTITIONED:
+                num_ignored += site_key not in ignored
+                ignored.add(site_key)
+                continue
+            differing[self.naming.site(site)] = site.phase
+            if len(found.disagreements) < MAX_DISAGREEMENTS:
+                found.disagreements.append(self._disagreement(site_key, step, event, contents))
+        found.count = len(differing) or num_ignored
+        if differing:
+            evidence = Evidence.of(differing, self.steps, self.naming)
+            found.evidence = evidence._replace(has_before=self.key != self.group.begins)
+        return found
+
+    def _distinct(self) -> Iterable[_Kind]:
+        """Yield one kind for each set of sites, the most frequent first."""
+        distinct: dict[int, _Kind] = {}
+        for kind in self.kinds:
+            distinct.setdefault(id(kind.places), kind)
+        return distinct.values()
+
+    def _holder(self, site_key: str) -> tuple[LoadedStep, int]:
+        number, kind = next((n, kind) for n, kind in enumerate(self.kinds) if site_key in kind.places)
+        return self._step(number), int(kind.events[kind.places[site_key]])
+
+    def _step(self, number: int) -> LoadedStep:
+        if number < len(self.steps):
+            return self.steps[number]
+        return self.scan.load(self.kinds[number].ranks[0], self.key)
+
+    def _disagreement(
+        self, site_key: str, step: LoadedStep, event: int, contents: Mapping[bytes | None, list[int]]
+    ) -> Disagreement:
         versions = [
             Version(None if digest is None else digest.hex(), tuple(sorted(ranks)))
             for digest, ranks in contents.items()
         ]
         versions.sort(key=lambda version: (-len(version.ranks), version.ranks))
-        present = [version.ranks[0] for version in versions if version.digest is not None][:2]
-        pair = [next(n for n, ranks in enumerate(kinds) if rank in ranks) for rank in present]
-        disagreement = Disagreement(
-            key[0],
-            key[1] == int(StepKind.INITIAL),
+        pair = []
+        for version in [version for version in versions if version.digest is not None][:2]:
+            number = next(number for number, kind in enumerate(self.kinds) if version.ranks[0] in kind.ranks)
+            kind = self.kinds[number]
+            pair.append((self._step(number), int(kind.events[kind.places[site_key]])))
+        return Disagreement(
+            self.key[0],
+            self.key[1] == int(StepKind.INITIAL),
             str(step.sites[event].phase),
-            naming.site(step.sites[event]),
+            self.naming.site(step.sites[event]),
             step.dtypes[event],
             tuple(step.shapes[event]),
-            _elements([(steps[n], places[n][site_key]) for n in pair]),
+            _elements(pair),
             tuple(versions),
         )
-        found.disagreements.append(disagreement)
-    if found.disagreements:
-        found.count = len(found.disagreements)
-        found.evidence = Evidence.of(found.disagreements, steps, naming)._replace(has_before=key != group.begins)
-        del found.disagreements[MAX_DISAGREEMENTS:]
-    return found
 
 
 def _elements(pair: Sequence[tuple[LoadedStep, int]]) -> tuple[int, int] | None:

@@ -331,6 +331,38 @@ def test_a_rank_that_ended_early_is_compared_as_far_as_it_goes(tmp_path: Path) -
     assert "Rank 2 ended after step 2" in answer.notes[0]
 
 
+def test_of_very_many_tensors_the_first_are_listed_and_all_are_counted(tmp_path: Path) -> None:
+    def multiply(rank: int, record: StepRecord) -> None:
+        for event in [event for event in record.events if event.site.phase is Phase.PARAM]:
+            for number in range(40):
+                site = event.site._replace(path=f"{event.site.path}.{number}")
+                digest = digest_of(event.digest, number, rank if record.step >= 1 else None)
+                record.events.append(Event(site, "float32", (2, 8), 64, digest, digest, placement=event.placement))
+
+    answer = check(tmp_path, replicated_run(num_ranks=12, edit=multiply))
+    assert (len(answer.disagreements), answer.num_disagreements) == (64, 120)
+    assert answer.groups[0].num_differing == 120
+    assert all(len(each.versions) == 12 for each in answer.disagreements)
+    assert "no two agree" in answer.explanation
+
+
+@pytest.mark.parametrize("placement", ["nonsense", "mesh=ddp:99999999999; ranks=0-99999999998; placements=R"])
+def test_a_placement_that_makes_no_sense_is_damage_and_no_crash(tmp_path: Path, placement: str) -> None:
+    folder = write_run(tmp_path / "run", replicated_run(placement=lambda rank, event: placement))
+    done = run_replicas(folder)
+    assert done.returncode == 2
+    assert "does not hold: no" in done.stderr
+    assert "internal error" not in done.stderr
+
+
+def test_a_group_of_ranks_that_the_run_has_not_is_compared_as_far_as_it_has_them(tmp_path: Path) -> None:
+    wider = "mesh=ddp:8; ranks=0-7; placements=R"
+    answer = check(tmp_path, replicated_run(placement=lambda rank, event: wider, changes=[(1, 1, WEIGHT)]))
+    assert answer.first is not None
+    assert answer.first.ranks == (1,)
+    assert "Ranks 4-7 recorded none of the tensors" in answer.notes[0]
+
+
 def run_replicas(*args: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bitcheck", "replicas", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
