@@ -111,6 +111,13 @@ def _diverged(findings: Findings) -> list[str]:
             "groups (buckets) than later: with three ranks or more that adds the ranks in another order, with no fault "
             "in either run."
         )
+    could_shift = cause in (Cause.DATA, Cause.RNG) or first.phase == Phase.LOSS  # a computation's fault may add calls
+    for run, (site, count) in findings.extra.items() if could_shift else ():
+        more = f" and {_plural(count - 1, 'other event')}" if count > 1 else ""
+        sentences.append(
+            f"Besides, only the {run} has {site}{more} in this step: it ran something that the other run did not, "
+            "which may be what shifted or changed the rest."
+        )
     if findings.gap is not None:
         begin, end = findings.gap
         span = f"step {begin}" if begin == end else f"steps {begin} to {end}"

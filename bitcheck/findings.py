@@ -13,7 +13,7 @@ from bitcheck.answer import Cause, EnvironmentDifference, Origin
 from bitcheck.attribution import Attribution
 from bitcheck.events import Level, Phase
 from bitcheck.naming import Naming
-from bitcheck.pairing import StepPair
+from bitcheck.pairing import Standing, StepPair
 
 
 @dataclass(slots=True)
@@ -48,6 +48,9 @@ class Findings:
     """The first differing event that is no generator's state, where a generator's is the origin."""
     is_eval_only: bool = False
     inherited_structure: int = 0
+    extra: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """`baseline`, `candidate` -> the first event of the first origin's step and rank that only this run has, their
+    number. Not what the origins themselves already say: that a run lacks something."""
     environment: Sequence[EnvironmentDifference] = ()
     recomputes: Mapping[str, list[str]] = field(default_factory=dict)
     alignment: Alignment = field(default_factory=lambda: Alignment(0, "step"))
@@ -87,6 +90,11 @@ class Findings:
             phase = pair.site(position).phase
             total, parted = self.phases.get(phase, (0, 0))
             self.phases[phase] = total + 1, parted + bool(pair.standing[position])
+        if not first.is_structural:
+            for run, standing in (("baseline", Standing.BASELINE_ONLY), ("candidate", Standing.CANDIDATE_ONLY)):
+                alone = [position for position in pair.parted() if pair.standing[position] == standing]
+                if alone:
+                    self.extra[run] = (naming.site(pair.site(alone[0])), len(alone))
         tensors = [pair.site(position) for position in pair.parted() if pair.site(position).phase is not Phase.RNG]
         if tensors:
             self.first_tensor = naming.site(tensors[0])

@@ -183,8 +183,8 @@ FINER = {
 
 READ_ADVICE = (
     "The operation is not at fault, what it was given is: look in this module's code for an order that is drawn or "
-    "depends on a set or on time, for memory that is read before it is written (torch.empty), and for kernels that "
-    "PyTorch does not dispatch."
+    "depends on a set or on time, for memory that is read before it is written (torch.empty), for hooks on tensors "
+    "(register_hook), and for kernels that PyTorch does not dispatch."
 )
 REBUILT_BUCKETS = (
     "Where DistributedDataParallel reduces: in both runs, either build it with find_unused_parameters=True, which "
@@ -209,9 +209,10 @@ def find_remedy(cause: Cause, origins: list[Origin], level: Level, *, is_rebuild
     if cause is Cause.COMPUTE and not advice:
         advice = f"{DETERMINISTIC} and see whether it goes away."
     if cause in (Cause.FORWARD, Cause.BACKWARD) and not advice:
+        hooks = ", hooks that change a gradient (register_hook)" if cause is Cause.BACKWARD else ""
         advice = (
-            f"{DETERMINISTIC}; look in this module for unordered reductions, uninitialised memory (torch.empty) and "
-            "draws from generators that no seed reaches."
+            f"{DETERMINISTIC}; look in this module for unordered reductions, uninitialised memory (torch.empty){hooks} "
+            "and draws from generators that no seed reaches."
         )
     finer = FINER.get(level)
     if cause in COMPUTED and finer and finer.split(" to ")[0] not in advice and "--level" not in advice:

@@ -353,6 +353,14 @@ def test_a_site_that_one_run_lacks_after_a_difference_is_not_the_cause() -> None
     assert len(answer.origins) == 1
 
 
+@pytest.mark.parametrize(("fault", "is_told"), [("batch/Model:in.0", True), ("forward/blocks.0:out", False)])
+def test_what_only_one_run_did_is_told_where_it_may_have_shifted_the_data(fault: str, is_told: bool) -> None:
+    skipped = "grad/blocks.1.weight:grad"
+    answer = compare(faults=[(0, 2, fault)], skipped=[(0, 2, skipped)])
+    assert answer.first is not None and answer.first.site == fault
+    assert (f"Besides, only the baseline has {skipped} in this step" in answer.explanation) == is_told
+
+
 def test_the_state_of_a_module_that_the_other_run_has_not_called_is_a_note() -> None:
     baseline, candidate = make_run(), make_run()
     for record in candidate.steps[0][2:4]:
