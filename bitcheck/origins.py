@@ -13,6 +13,7 @@ import numpy as np
 
 from bitcheck.answer import Cause, Origin
 from bitcheck.attribution import attribute_step
+from bitcheck.buckets import has_other_buckets, is_of_bucket
 from bitcheck.causes import describe_snapshot_difference, describe_step_origins
 from bitcheck.events import PHASES, STATE_PHASES, Group, Level, Phase, Site, StepKind
 from bitcheck.findings import Findings
@@ -162,7 +163,11 @@ class OriginSearch:
             {site.root for site in step.sites if site.phase in LATE_PHASES} for step in (pair.baseline, pair.candidate)
         ]
 
+        has_other = is_restart or has_other_buckets(pair)
+
         def is_no_divergence(site: Site, position: int) -> bool:
+            if has_other and is_of_bucket(site):  # the gradients before and after tell what came of it
+                return True
             operation = is_operation(pair.group(position))
             if is_initial and (operation or site.phase not in STATE_PHASES):
                 return True

@@ -35,6 +35,7 @@ from bitcheck.hooks.modules import in_backward
 from bitcheck.hooks.patches import Function, Patches
 from bitcheck.hooks.process_groups import group_name, process_group_ranks, reduction_name
 from bitcheck.hooks.steps import Call, StepBuilder
+from bitcheck.roles import is_local_gradient
 
 if TYPE_CHECKING:
     from bitcheck.hooks.recorder import Recorder
@@ -243,7 +244,7 @@ class CollectiveHooks:
         if not builder.is_kept:
             return None
         call = recorder.modules.current
-        bucket = self._local.bucket
+        bucket = self._local.bucket or self._unknown_bucket(builder)
         if bucket is not None:
             path = f"{path}.bucket"
         site = Site(Phase.COMM, "", path, "", builder.count(Phase.COMM, "", path, "", False))
@@ -327,6 +328,15 @@ class CollectiveHooks:
             return original(own, state, observed_hook)
 
         return register_comm_hook
+
+    def _unknown_bucket(self, builder: StepBuilder) -> _Bucket | None:
+        """Stand for the bucket of a hook that was registered before the recorder came: any of the gradients so far."""
+        if not in_backward() or self._recorder.modules.current is not None:
+            return None
+        node = torch._C._current_autograd_node()
+        if node is None or node.name() != "torch::autograd::AccumulateGrad":
+            return None
+        return _Bucket([index for index, site in enumerate(builder.record.sites) if is_local_gradient(site)], [])
 
     @paused
     def _note_reduced(self, bucket: Any, held: _Bucket) -> None:

@@ -49,6 +49,8 @@ OVERWRITING = frozenset(
     ]
 )
 """Operators that write their first argument without reading it."""
+PARTLY_WRITTEN = frozenset({"fsdp.all_gather_copy_in.default"})
+"""Operators that give memory of which they wrote a part: a collective writes the rest, and is recorded."""
 PASSED_OVER = frozenset({"c10d", "_c10d_functional", "c10d_functional", "profiler", "prim", "prims", "debugprims"})
 """Namespaces whose operators are not recorded here: collectives are recorded where they complete."""
 
@@ -83,7 +85,7 @@ def facts_of(op: Any) -> OpFacts:
     if base in OVERWRITING:
         unread.update(written)
     is_empty = base in EMPTY
-    is_recorded = not (op.is_view or is_empty or op.namespace in PASSED_OVER)
+    is_recorded = not (op.is_view or is_empty or op.namespace in PASSED_OVER or str(op) in PARTLY_WRITTEN)
     return OpFacts(
         name=str(op),
         is_recorded=is_recorded,

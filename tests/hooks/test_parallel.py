@@ -153,3 +153,19 @@ def test_programs_of_several_ranks_are_recorded_as_they_are_operation_by_operati
         used = [index for index in range(len(texts)) if result in loaded.layout.inputs_of(index)]
         assert any(texts[index].startswith("forward/") for index in used), "what comes after knows whence it has it"
         assert not any(text.startswith("batch/") and not text.startswith("batch/Net:in.0") for text in texts)
+
+
+def test_a_restart_with_other_buckets_is_told_as_what_it_is_and_what_is_advised_helps(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.hooks.restart_job", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    for way in ("plain", "own_hook"):
+        with open_run(tmp_path / way / "whole") as whole, open_run(tmp_path / way / "resumed") as resumed:
+            answer = diff_runs(whole, resumed)
+        assert answer.first is not None, way
+        assert (answer.verdict, answer.cause, answer.first.step) == ("diverged", "collective", 2)
+        assert (answer.first.phase, answer.first.ranks, len(answer.origins)) == ("grad", (0, 1, 2), 1)
+        assert "first step after a restart" in answer.explanation and "(buckets)" in answer.explanation
+        assert "find_unused_parameters=True" in answer.remedy and "before the checkpoint is loaded" in answer.remedy
+    for way in ("unused", "warmed"):  # the two remedies
+        with open_run(tmp_path / way / "whole") as whole, open_run(tmp_path / way / "resumed") as resumed:
+            assert diff_runs(whole, resumed).verdict == "identical", way
