@@ -18,7 +18,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bitcheck.events import Level, Phase, Site
-from bitcheck.hooks.dynamo import paused, skip_frame
+from bitcheck.hooks.dynamo import paused, quiet, skip_frame
 from bitcheck.hooks.naming import ByIdentity, ModuleName, class_name, is_compiled
 from bitcheck.hooks.sharding import is_rehearsal
 from bitcheck.hooks.steps import Call, StepBuilder
@@ -144,6 +144,10 @@ class ModuleHooks:
             if self._escapes(args, kwargs):
                 local.is_blind = True
                 return original(module, *args, **kwargs)
+            if is_rehearsal():
+                local.is_blind = True
+                recorder.sharding.hush_rehearsals()
+                return quiet(original)(module, *args, **kwargs)
             return self._call_outermost(original, module, args, kwargs)
         finally:
             local.depth -= 1
@@ -152,8 +156,6 @@ class ModuleHooks:
 
     @paused
     def _escapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if is_rehearsal():
-            return True
         if escapes_observation((*args, *kwargs.values())):
             self._recorder.current.miss("module calls under tracing, torch.func, fake or meta tensors")
             return True

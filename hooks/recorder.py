@@ -178,6 +178,7 @@ class Recorder:
         self.modules.remove()
         self.gradients.remove()
         self.optimizers.remove()
+        self.sharding.remove()
         if _active is self:
             _active = None
 

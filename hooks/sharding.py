@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 from bitcheck.events import Phase
+from bitcheck.hooks.dynamo import quiet
 from bitcheck.hooks.naming import walk
+from bitcheck.hooks.patches import Patches
 from bitcheck.placements import TensorPlacement
 
 if TYPE_CHECKING:
@@ -96,6 +98,23 @@ class Sharding:
         self._made: list[weakref.ref[nn.parallel.DistributedDataParallel]] = []
         """Wrappers of which nothing had a name when it was last looked."""
         self._has_searched = False
+        self._patches = Patches()
+        self._has_hushed = False
+
+    def hush_rehearsals(self) -> None:
+        """Record no operation while a pipeline finds out shapes: its tensors hold whatever the memory held."""
+        stages = sys.modules.get("torch.distributed.pipelining.stage")
+        if self._has_hushed or stages is None:
+            return
+        self._has_hushed = True
+        for kind in (stages.PipelineStage, stages._PipelineStageBase):
+            for name in [name for name, value in vars(kind).items() if "inference" in name and callable(value)]:
+                self._patches.replace(kind, name, quiet)
+
+    def remove(self) -> None:
+        """Put everything back."""
+        self._patches.remove()
+        self._has_hushed = False
 
     # --- DistributedDataParallel
 
