@@ -39,7 +39,7 @@ class Completions:
         """Identity of a work -> the work and what it promises."""
         self._coalesced: dict[int, list[Promised]] = {}
         """Identity of a group that is coalescing -> what was begun."""
-        self._flying: dict[int, list[Promised]] = {}
+        self.flying: dict[int, list[Promised]] = {}
         """Storage that a collective is writing -> what else was recorded of it meanwhile."""
 
     def install(self, patches: Patches) -> None:
@@ -56,7 +56,7 @@ class Completions:
         """Forget everything."""
         self._pending.clear()
         self._coalesced.clear()
-        self._flying.clear()
+        self.flying.clear()
 
     # --- what is promised
 
@@ -65,14 +65,14 @@ class Completions:
         for _, tensor in promised.results:
             storage = storage_id(tensor)
             if storage is not None:
-                self._flying.setdefault(storage, [])
+                self.flying.setdefault(storage, [])
 
     def expect(self, promised: Promised) -> None:
         """Read what was promised when somebody waits for its memory."""
         for event, tensor in promised.results:
             storage = storage_id(tensor)
             if storage is not None:
-                self._flying.setdefault(storage, []).append(Promised(promised.builder, [(event, tensor)]))
+                self.flying.setdefault(storage, []).append(Promised(promised.builder, [(event, tensor)]))
 
     def await_work(self, group: Any, work: Any, promised: Promised) -> None:
         """Read what was promised when somebody waits for a work; at once where there is none to wait for."""
@@ -88,11 +88,11 @@ class Completions:
         self, builder: StepBuilder, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]
     ) -> list[int] | None:
         """Record a tensor that a collective is still writing, to be read when it is complete; None for any other."""
-        if not self._flying:
+        if not self.flying:
             return None
         inner = _written(tensor)
         storage = storage_id(inner)
-        promises = self._flying.get(storage) if storage is not None else None
+        promises = self.flying.get(storage) if storage is not None else None
         if promises is None:
             return None
         events = builder.reserve(site, inner, group, inputs)
@@ -109,8 +109,8 @@ class Completions:
 
     def land(self, tensor: torch.Tensor) -> None:
         """Read what was recorded of a tensor's memory while a collective, which is complete, was writing it."""
-        storage = storage_id(tensor) if self._flying else None
-        for promised in self._flying.pop(storage, ()) if storage is not None else ():
+        storage = storage_id(tensor) if self.flying else None
+        for promised in self.flying.pop(storage, ()) if storage is not None else ():
             for event, other in promised.results:
                 if self._recorder.is_active:
                     promised.builder.settle(event, other)
@@ -126,8 +126,8 @@ class Completions:
         self._pending = {
             key: (work, kept) for key, (work, promises) in self._pending.items() if (kept := _others(promises, builder))
         }
-        self._flying = {
-            storage: kept for storage, promises in self._flying.items() if (kept := _others(promises, builder))
+        self.flying = {
+            storage: kept for storage, promises in self.flying.items() if (kept := _others(promises, builder))
         }
 
     # --- a work

@@ -10,6 +10,7 @@ aten::empty_like(Tensor self, ...)                                    gives memo
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -99,8 +100,8 @@ def facts_of(op: Any) -> OpFacts:
 
 def named_arguments(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of the arguments that a call gives, members of lists as `name.0`, `name.1`."""
-    for name, value in (*zip(facts.arguments, args, strict=False), *kwargs.items()):
-        if isinstance(value, (list, tuple)) and any(isinstance(member, torch.Tensor) for member in value):
+    for name, value in itertools.chain(zip(facts.arguments, args, strict=False), kwargs.items()):
+        if type(value) in (list, tuple) and any(isinstance(member, torch.Tensor) for member in value):
             for index, member in enumerate(value):
                 yield f"{name}.{index}", member
         else:

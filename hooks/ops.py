@@ -57,6 +57,7 @@ DETOURED = frozenset(
 FunctionsManual.cpp). Found by running all of PyTorch's operator samples with and without a mode."""
 _SWEEP = 256
 """Storages to know of before those that are gone are looked for."""
+_PLAIN_SCALARS = frozenset({type(None), bool, int, float, str})
 PROGRAM = "program"
 """Stands for the module where an operation runs outside all modules."""
 
@@ -81,11 +82,11 @@ class Opened(NamedTuple):
     where: Location
     sites: _Sites
     group: int
-    inputs: list[int]
+    inputs: tuple[int, ...]
     written: list[tuple[str, torch.Tensor]]
     """(slot, tensor) of the arguments that it writes."""
-    given: list[torch.Tensor]
-    """All tensors among its arguments."""
+    storages: set[int | None]
+    """Of these, or where it writes none of all its arguments: a result that lies there is no new tensor."""
     line: str | None
     """The Python line that asked for it, where lines are noted."""
 
@@ -266,17 +267,10 @@ class OpHooks(UnseenMode):
         builder = where.builder
         if not builder.is_kept:
             return None
-        named = list(named_arguments(facts, args, kwargs))
-        tensors: list[tuple[str, torch.Tensor]] = []
-        scalars: list[tuple[str, Any]] = []
-        for pair in named:
-            value = pair[1]
-            if isinstance(value, torch.Tensor):
-                if not _has_bytes(value):
-                    return None
-                tensors.append(pair)
-            elif _is_scalar(value):
-                scalars.append(pair)
+        given = _sort_arguments(facts, args, kwargs)
+        if given is None:
+            return None
+        tensors, scalars = given
         occurrence = builder.count(where.phase, where.root, where.path, facts.name, where.is_eval)
         sites = self._sites_of(facts, where, occurrence)
         group = sites.add_group(builder, where, facts)
@@ -284,24 +278,31 @@ class OpHooks(UnseenMode):
             self._save(self._capture, facts, where, occurrence, args, kwargs)
         inputs: list[int] = []
         written: list[tuple[str, torch.Tensor]] = []
+        storages: set[int | None] = set()
         for name, tensor in tensors:
-            argument = name.partition(".")[0] if facts.written else name
-            if argument in facts.written:
-                written.append((f"{name}.written", tensor))
-                if argument in facts.unread:
-                    continue
+            if facts.written:
+                argument = name.partition(".")[0]
+                if argument in facts.written:
+                    written.append((f"{name}.written", tensor))
+                    storages.add(_storage(tensor))
+                    if argument in facts.unread:
+                        continue
+            else:
+                storages.add(_storage(tensor))
             known, writers = self.writers(builder, tensor)
             site = sites[name]
             if not known and not self._is_state(builder, tensor):  # data, whichever phase reads it
                 number = builder.count(Phase.BATCH, where.root, where.path, site.slot, where.is_eval)
                 site = site._replace(phase=Phase.BATCH, occurrence=number)
-            inputs += builder.add_tensor(site, tensor, group, writers, add_writers=False)
+            inputs += builder.add_computed(site, tensor, group, writers)
         if facts.draws:
-            inputs += self._record_generator(facts, where, occurrence, group, dict(named))
+            inputs += self._record_generator(
+                facts, where, occurrence, group, dict(named_arguments(facts, args, kwargs))
+            )
         if scalars:
             inputs += self._record_scalars(builder, sites["scalars"], scalars, group)
         line = self._lines.note(where.phase) if self._lines is not None else None
-        return Opened(where, sites, group, inputs, written, [tensor for _, tensor in tensors], line)
+        return Opened(where, sites, group, tuple(inputs), written, storages, line)
 
     def _sites_of(self, facts: OpFacts, where: Location, occurrence: int) -> _Sites:
         key = (where.phase, where.root, where.path, facts.name, where.is_eval)
@@ -348,13 +349,11 @@ class OpHooks(UnseenMode):
     def _end(self, facts: OpFacts, opened: Opened, result: Any) -> None:
         builder, sites = opened.where.builder, opened.sites
         outputs = [("out", result)] if type(result) is torch.Tensor else list(named_tensors(result, "out"))
-        known = opened.written or [("", tensor) for tensor in opened.given]
-        storages = {_storage(tensor) for _, tensor in known} if outputs else set()
         for slot, tensor in (*opened.written, *outputs):
             is_new = slot.startswith("out")
-            if is_new and (not _has_bytes(tensor) or _storage(tensor) in storages):
+            if is_new and (not _has_bytes(tensor) or _storage(tensor) in opened.storages):
                 continue
-            events = builder.add_tensor(sites[slot], tensor, opened.group, opened.inputs, add_writers=False)
+            events = builder.add_computed(sites[slot], tensor, opened.group, opened.inputs)
             if opened.line:
                 builder.record.values.update(dict.fromkeys(events, opened.line))
             self._note_write(builder, tensor, events, is_new)
@@ -392,7 +391,7 @@ class OpHooks(UnseenMode):
         """Note what a collective wrote."""
         self._note_write(builder, tensor, events, is_new=False)
 
-    def _note_write(self, builder: StepBuilder, tensor: torch.Tensor, events: list[int], is_new: bool) -> None:
+    def _note_write(self, builder: StepBuilder, tensor: torch.Tensor, events: Sequence[int], is_new: bool) -> None:
         memory = self._memory_of(tensor)
         if memory is None:
             return
@@ -480,6 +479,24 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
 
 
+def _sort_arguments(
+    facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, Any]]] | None:
+    """Return the tensors and the numbers among an operation's arguments, named; None where a tensor has no bytes."""
+    tensors: list[tuple[str, torch.Tensor]] = []
+    scalars: list[tuple[str, Any]] = []
+    for name, value in named_arguments(facts, args, kwargs):
+        if type(value) in _PLAIN_SCALARS:
+            scalars.append((name, value))
+        elif isinstance(value, torch.Tensor):
+            if not _has_bytes(value):
+                return None
+            tensors.append((name, value))
+        elif _is_scalar(value):
+            scalars.append((name, value))
+    return tensors, scalars
+
+
 def _is_scalar(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(_is_scalar(member) for member in value)
@@ -489,7 +506,7 @@ def _is_scalar(value: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
+    return type(value) in _PLAIN_SCALARS
 
 
 def _storage(tensor: torch.Tensor) -> int | None:

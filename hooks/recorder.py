@@ -316,7 +316,8 @@ class Recorder:
         if (ops := self.ops) is not None:
             builder.writers = lambda tensor: ops.writers(builder, tensor)[1]
         if self.collectives is not None:
-            builder.awaited = self.collectives.completions.awaited
+            completions = self.collectives.completions
+            builder.awaited, builder.flying = completions.awaited, completions.flying
         return builder
 
     def _claim(self) -> None:

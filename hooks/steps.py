@@ -7,8 +7,8 @@ resolved by the writer's thread (`finish`), so that the training thread never wa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -97,6 +97,8 @@ class StepBuilder:
         """Parameters that were gathered in backward."""
         self.awaited: Callable[[StepBuilder, Site, torch.Tensor, int, tuple[int, ...]], list[int] | None] | None = None
         """Records a tensor that a collective is still writing; gives None for any other."""
+        self.flying: Mapping[int, Any] = {}
+        """Storages that collectives are still writing."""
         self.recomputed: dict[tuple[str, str], list[int]] = {}
         """Events of recomputed calls, by module."""
         self._digesters = digesters
@@ -171,6 +173,14 @@ class StepBuilder:
         """
         return self.add_tensors([(site, tensor)], group, inputs, add_writers)
 
+    def add_computed(self, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]) -> Sequence[int]:
+        """Record a tensor of which `inputs` are all that it was computed from: the short way for a plain one."""
+        if self.is_kept and not self.flying:
+            plain = digest_plain(tensor)
+            if plain is not None:
+                return (self.record.add(site, *plain, group, inputs),)
+        return self.add_tensors([(site, tensor)], group, inputs, add_writers=False)
+
     def add_tensors(
         self,
         tensors: Sequence[tuple[Site, torch.Tensor]],
@@ -192,7 +202,11 @@ class StepBuilder:
                     sources = tuple(dict.fromkeys((*given, *wrote)))
                 else:
                     sources = given
-                if self.awaited is not None and (owed := self.awaited(self, site, tensor, group, sources)) is not None:
+                if (
+                    self.flying
+                    and self.awaited is not None
+                    and (owed := self.awaited(self, site, tensor, group, sources)) is not None
+                ):
                     added += owed
                     continue
                 plain = digest_plain(tensor)
