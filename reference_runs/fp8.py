@@ -45,7 +45,8 @@ def scale_from_amax(amax: Tensor, power_of_two: bool) -> Tensor:
 
     A NaN or infinity in a tile makes its scale one too, so that it is never cast away.
     """
-    scale = amax.clamp(min=AMAX_FLOOR) / E4M3_MAX
+    # A tensor: on a GPU PyTorch divides by a Python number by multiplying with its reciprocal, which rounds twice.
+    scale = amax.clamp(min=AMAX_FLOOR) / amax.new_full((), E4M3_MAX)
     if not power_of_two:
         return scale
     # Adding all ones below the exponent carries into it unless the mantissa was zero already.

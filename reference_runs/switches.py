@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from bitcheck.errors import UsageError
 
@@ -104,6 +105,10 @@ class Switches:
                 raise UsageError(f"--set {setting}: {name} takes {' or '.join(TABLE[name].forms)}")
             forms[name] = form
         return cls(MappingProxyType(forms), recipe)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Cross from one process to another, which the read-only mapping would not."""
+        return Switches.from_options, (self.recipe, [f"{name}={form}" for name, form in self.forms.items()])
 
     def __getitem__(self, name: str) -> str:
         return self.forms[name]

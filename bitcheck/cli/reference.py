@@ -42,10 +42,29 @@ def list_switches() -> None:
 @click.option("--recipe", type=click.Choice(["deterministic", "fast"]), default="deterministic", show_default=True)
 @click.option("--set", "settings", multiple=True, metavar="NAME=FORM", help="Give one switch another form. Repeatable.")
 @click.option("--data", "data_path", type=click.Path(path_type=Path), help="Text to train on; default: Python's own.")
-@click.option("--micro-batches", type=click.IntRange(min=1), metavar="M", help="Of a step, on all ranks together.")
-@click.option("--dp", type=click.IntRange(min=1), help="Data-parallel ranks; default: those that --pp leaves.")
-@click.option("--ep", type=click.IntRange(min=1), default=1, help="Of them, how many share the experts among them.")
-@click.option("--pp", type=click.IntRange(min=1), default=1, help="Ranks of a pipeline, with two stages each.")
+@click.option(
+    "--micro-batches",
+    type=click.IntRange(min=1),
+    metavar="M",
+    help="Micro-batches of a step, over all ranks; default: the configuration's.",
+)
+@click.option(
+    "--dp", type=click.IntRange(min=1), metavar="N", help="Data-parallel ranks; default: those that --pp leaves."
+)
+@click.option(
+    "--ep",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=1,
+    help="How many of the data-parallel ranks share the routed experts among them.",
+)
+@click.option(
+    "--pp",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=1,
+    help="Ranks of a pipeline in DualPipeV's order, with two stages each.",
+)
 @click.option("--device", type=click.Choice(["cpu"]), default="cpu", show_default=True)
 @click.option(
     "--out",

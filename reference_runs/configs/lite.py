@@ -33,7 +33,7 @@ LITE = Config(
         route_scale=1.0,
         dropout=0.02,
         init_std=0.006,
-        ssm=SSMConfig(head_dim=64, state_dim=128, chunk=128),
+        ssm=SSMConfig(head_dim=64, state_dim=128, chunk=64),
     ),
     optimizer=OptimizerConfig(lr=4.2e-4, warmup_steps=50, decay_steps=4000),
     data=DataConfig(seq_len=2048, sequences=4, micro_batches=2),

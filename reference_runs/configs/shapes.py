@@ -14,7 +14,7 @@ class SSMConfig:
     head_dim: int = 64
     state_dim: int = 32
     chunk: int = 32
-    """Tokens in a chunk of the scan; divides the sequence length."""
+    """Tokens in a chunk of the scan; divides the sequence length. The GPU's kernel takes 16, 32 or 64."""
     conv_width: int = 4
 
 

@@ -57,6 +57,22 @@ def test_free_forms_are_said_to_be_a_simulated_arrival_order() -> None:
     assert "simulated arrival order, different in every run: moe.dprob, norm.dweight" in done.stdout
 
 
+def test_under_torchrun_one_rank_speaks_and_tells_how_many_experts_a_token_meets_at_a_node(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["reference", "train", "--config", "nano", "--ep", "2", "--steps", "1", "--save-every", "1"]
+    command = [*launcher, "-m", "bitcheck", *arguments, "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 5
+    assert lines[1] == "dp 2, ep 2, pp 1 on 2 ranks, comm.reduce=ordered"
+    words = lines[2].split()
+    assert words[-3:] == ["experts", "a", "node"]
+    # Two experts a token: both on one node, or one on each of two.
+    assert 1 < float(words[-4]) < 2
+    assert lines[3] == f"wrote {tmp_path / 'step-000001'}"
+
+
 def test_a_user_text_is_trained_on(tmp_path: Path) -> None:
     path = tmp_path / "text [0] of mine.txt"
     path.write_bytes(b"to be or not to be, " * 500)
@@ -73,6 +89,10 @@ def test_a_user_text_is_trained_on(tmp_path: Path) -> None:
         (["--set", "moe.dprob"], "moe.dprob takes slots or serial or atomic"),
         (["--leave-out", "ema"], "--leave-out skips a piece of what --resume restores"),
         (["--resume", "absent.pt"], "absent.pt: no checkpoint there"),
+        (
+            ["--dp", "2"],
+            "--dp 2 --pp 1 is for 2 processes and this run has 1: start it with torchrun --nproc-per-node 2",
+        ),
         (["--data", "absent.txt"], "--data absent.txt: No such file or directory"),
     ],
 )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitcheck.reference_runs.fp8 import (
     AMAX_FLOOR,
@@ -30,6 +33,34 @@ def all_codes() -> torch.Tensor:
     """Every E4M3 code that is a number."""
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn)
     return codes[~codes.float().isnan()]
+
+
+class Divisors(TorchDispatchMode):
+    """Keeps what is divided by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.div:
+            self.seen.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_a_scale_is_divided_out_not_multiplied_by_a_reciprocal(power_of_two: bool) -> None:
+    """On a GPU dividing by a Python number is that multiplication, and gives other bits than a CPU."""
+    amax = torch.rand(10_000) * 100 + 1
+    with Divisors() as divisors:
+        scale = scale_from_amax(amax, power_of_two)
+    (divisor,) = divisors.seen
+    assert isinstance(divisor, torch.Tensor)
+    assert (divisor.dtype, divisor.device, float(divisor)) == (amax.dtype, amax.device, 448.0)
+    if not power_of_two:
+        expected = amax.numpy() / np.float32(448)
+        assert scale.numpy().tobytes() == expected.tobytes()
+        assert (expected != amax.numpy() * np.float32(1 / 448)).any()
 
 
 def test_every_code_is_read_as_pytorch_reads_it() -> None:
