@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,46 @@ def test_a_restart_with_other_buckets_is_told_as_what_it_is_and_what_is_advised_
     for way in ("unused", "warmed"):  # the two remedies
         with open_run(tmp_path / way / "whole") as whole, open_run(tmp_path / way / "resumed") as resumed:
             assert diff_runs(whole, resumed).verdict == "identical", way
+
+
+def test_a_rank_that_was_killed_is_named_and_its_finished_steps_are_compared(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(textwrap.dedent(KILLED))
+    command = [sys.executable, "-m", "bitcheck", "run", "-o"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    for name, status in (("whole", 0), ("cut", 1)):
+        ended = subprocess.run(
+            [*command, str(tmp_path / name), "--level", "module", "--", *launch, name],
+            cwd=ROOT, capture_output=True, timeout=120,
+        )  # fmt: skip
+        assert ended.returncode == status, ended.stderr.decode()
+    with open_run(tmp_path / "whole") as whole, open_run(tmp_path / "cut") as cut:
+        answer = diff_runs(whole, cut)
+        assert cut.rank(1).status == "killed"
+    assert (answer.verdict, answer.cause, answer.first) == ("diverged", "ended-early", None)
+    assert answer.compared.steps >= 2
+    assert "rank 1" in answer.explanation or "ranks 0-1" in answer.explanation
+    assert "was killed" in answer.explanation or "failed" in answer.explanation
+
+
+KILLED = """
+    import os, signal, sys, time
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from bitcheck.hooks.recorder import active_recorder
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    model = DistributedDataParallel(nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        model(torch.ones(4, 8) * (step + dist.get_rank() + 1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if sys.argv[1] == "cut" and dist.get_rank() == 1 and step == 3:
+            active_recorder().drain()  # steps 0 to 2 are on the disk
+            os.kill(os.getpid(), signal.SIGKILL)
+    dist.destroy_process_group()
+"""
