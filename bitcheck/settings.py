@@ -115,3 +115,11 @@ def parse_leaves(text: str) -> str | int:
     if match is None or match[2].upper() not in _UNITS:
         raise UsageError(f"leaves {text!r}: expected all, none, or a size such as 1MiB, 64KiB or 4096 (bytes)")
     return int(match[1]) * _UNITS[match[2].upper()]
+
+
+def leaf_limit_bytes(leaves: str | int) -> int | None:
+    """Return up to how many bytes a tensor keeps its leaf digests: None for any, 0 for none."""
+    parsed = parse_leaves(leaves) if isinstance(leaves, str) else leaves
+    if isinstance(parsed, int):
+        return parsed
+    return None if parsed == "all" else 0

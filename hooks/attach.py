@@ -40,7 +40,7 @@ from bitcheck.events import Level, StepColumns
 from bitcheck.hooks.placement import this_placement
 from bitcheck.hooks.writer import Store
 from bitcheck.ranks import Placement
-from bitcheck.settings import WORKERS_VARIABLE, Options, Settings, parse_steps, read_settings
+from bitcheck.settings import WORKERS_VARIABLE, Options, Settings, leaf_limit_bytes, parse_steps, read_settings
 
 
 def attach(content: Mapping[str, Any]) -> None:
@@ -174,7 +174,6 @@ class Attachment:
             raise RecordingError(f"this Python ({sys.executable}) lacks what bitcheck needs: {error}") from None
         self._placement = placement = this_placement()
         path = rank_path(Path(settings.folder), placement.rank)
-        limits: dict[str | int, int | None] = {"all": None, "none": 0}
         try:
             store = RankWriter(
                 path,
@@ -182,7 +181,7 @@ class Attachment:
                 world_size=placement.world_size,
                 level=Level(options.level),
                 run_id=settings.run_id,
-                leaf_limit_bytes=limits.get(options.leaves, options.leaves),  # type: ignore[arg-type]
+                leaf_limit_bytes=leaf_limit_bytes(options.leaves),
             )
         except RecordingError:
             if not path.exists():

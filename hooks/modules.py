@@ -22,6 +22,7 @@ from bitcheck.hooks.dynamo import paused, quiet, skip_frame
 from bitcheck.hooks.naming import ByIdentity, ModuleName, class_name, is_compiled
 from bitcheck.hooks.sharding import is_rehearsal
 from bitcheck.hooks.steps import Call, StepBuilder
+from bitcheck.hooks.tensors import storage_id
 
 if TYPE_CHECKING:
     from bitcheck.hooks.recorder import Recorder
@@ -314,25 +315,17 @@ class ModuleHooks:
             if call.phase is Phase.RECOMPUTE:
                 builder.recomputed.setdefault((call.root, call.path), []).extend(call.known())
         if call.parent is None and call.phase is Phase.FORWARD:
-            given = {storage for _, tensor in arguments if (storage := _storage(tensor)) is not None}
+            given = {storage for _, tensor in arguments if (storage := storage_id(tensor)) is not None}
             for _, tensor in outputs:
-                storage = _storage(tensor)
+                storage = storage_id(tensor)
                 if storage is not None and storage not in given:
                     self._activations[storage] = StorageWeakRef(tensor.untyped_storage())
 
     def _is_activation(self, tensor: torch.Tensor) -> bool:
-        storage = _storage(tensor)
+        storage = storage_id(tensor)
         reference = self._activations.get(storage) if storage is not None else None
         return reference is not None and not reference.expired()
 
     def forget(self) -> None:
         """Drop the activations that are gone; called at the end of a step."""
         self._activations = {key: held for key, held in self._activations.items() if not held.expired()}
-
-
-def _storage(tensor: torch.Tensor) -> int | None:
-    """Return what identifies a tensor's storage, None for a tensor that has none of its own."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return None

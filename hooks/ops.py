@@ -33,6 +33,7 @@ from bitcheck.hooks.lines import Lines
 from bitcheck.hooks.modules import in_backward, named_tensors
 from bitcheck.hooks.op_schema import OpFacts, facts_of, named_arguments
 from bitcheck.hooks.steps import StepBuilder
+from bitcheck.hooks.tensors import storage_id
 from bitcheck.hooks.threads import ThreadWatch
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ class OpHooks(UnseenMode):
         return facts._replace(written=tuple(argument for argument, _ in pointers), unread=unread)
 
     def _is_fresh(self, tensor: torch.Tensor) -> bool:
-        storage = _storage(tensor)
+        storage = storage_id(tensor)
         memory = self._memory.get(storage) if storage is not None else None
         return memory is not None and memory.is_fresh and not memory.is_gone()
 
@@ -284,11 +285,11 @@ class OpHooks(UnseenMode):
                 argument = name.partition(".")[0]
                 if argument in facts.written:
                     written.append((f"{name}.written", tensor))
-                    storages.add(_storage(tensor))
+                    storages.add(storage_id(tensor))
                     if argument in facts.unread:
                         continue
             else:
-                storages.add(_storage(tensor))
+                storages.add(storage_id(tensor))
             known, writers = self.writers(builder, tensor)
             site = sites[name]
             if not known and not self._is_state(builder, tensor):  # data, whichever phase reads it
@@ -351,7 +352,7 @@ class OpHooks(UnseenMode):
         outputs = [("out", result)] if type(result) is torch.Tensor else list(named_tensors(result, "out"))
         for slot, tensor in (*opened.written, *outputs):
             is_new = slot.startswith("out")
-            if is_new and (not _has_bytes(tensor) or _storage(tensor) in opened.storages):
+            if is_new and (not _has_bytes(tensor) or storage_id(tensor) in opened.storages):
                 continue
             events = builder.add_computed(sites[slot], tensor, opened.group, opened.inputs)
             if opened.line:
@@ -381,7 +382,7 @@ class OpHooks(UnseenMode):
 
     def writers(self, builder: StepBuilder, tensor: torch.Tensor) -> tuple[bool, tuple[int, ...]]:
         """Return whether a recorded operation wrote the tensor's memory, and in which events of this step."""
-        storage = _storage(tensor)
+        storage = storage_id(tensor)
         memory = self._memory.get(storage) if storage is not None else None
         if memory is None or memory.is_gone():
             return False, ()
@@ -404,7 +405,7 @@ class OpHooks(UnseenMode):
             memory.events = (*memory.events, *events)
 
     def _memory_of(self, tensor: torch.Tensor) -> _Memory | None:
-        storage = _storage(tensor)
+        storage = storage_id(tensor)
         if storage is None:
             return None
         memory = self._memory.get(storage)
@@ -429,19 +430,19 @@ class OpHooks(UnseenMode):
         if self._state_of is not builder:
             self._state_of = builder
             self._state, self._no_state = set(), set()
-        storage = _storage(tensor)
+        storage = storage_id(tensor)
         if storage in self._state:
             return True
         if storage is None or storage in self._no_state:
             return False
         found: set[int | None] = set()
         for _, _, _, held in self._recorder.living_tensors():
-            found.add(_storage(held))
+            found.add(storage_id(held))
             if held.grad is not None:
-                found.add(_storage(held.grad))
+                found.add(storage_id(held.grad))
         for _, _, _, value in self._recorder.optimizers.states(self._recorder.optimizers.holdings()):
             if isinstance(value, torch.Tensor):
-                found.add(_storage(value))
+                found.add(storage_id(value))
         self._state = {entry for entry in found if entry is not None}
         if storage not in self._state:
             self._no_state.add(storage)
@@ -507,10 +508,3 @@ def _is_plain(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(map(_is_plain, value))
     return type(value) in _PLAIN_SCALARS
-
-
-def _storage(tensor: torch.Tensor) -> int | None:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return None

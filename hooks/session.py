@@ -28,19 +28,11 @@ from bitcheck.hooks.placement import this_placement
 from bitcheck.hooks.recorder import Recorder, Trackable, active_recorder
 from bitcheck.ranks import is_first_of_host
 from bitcheck.run import create_run, open_run, rank_path, update_run, utc_now
-from bitcheck.settings import parse_leaves, parse_steps
+from bitcheck.settings import leaf_limit_bytes, parse_steps
 from bitcheck.store import RankWriter
 
 _PATIENCE_S = 60.0
 """How long another rank waits for rank 0 to make the run's folder."""
-
-
-def leaf_limit_bytes(leaves: str | int) -> int | None:
-    """Return up to how many bytes a tensor keeps its leaf digests: None for any, 0 for none."""
-    parsed = parse_leaves(leaves) if isinstance(leaves, str) else leaves
-    if isinstance(parsed, int):
-        return parsed
-    return None if parsed == "all" else 0
 
 
 class Recording:

@@ -320,6 +320,14 @@ def _fetch(tensor: torch.Tensor) -> Bytes:
         return data
 
 
+def storage_id(tensor: torch.Tensor) -> int | None:
+    """Return what identifies a tensor's storage, None for a tensor that has none of its own."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 def digest_plain(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], int, bytes, bytes] | None:
     """Return (dtype's name, shape, bytes, digest, leaf digests) of a contiguous CPU tensor; None for any other.
 
