@@ -97,6 +97,7 @@ class _Comparison:
         """Add to what the events say what the runs as wholes say."""
         totals = self.tables.totals
         findings.ended_early = {} if findings.origins else totals.ended_early
+        findings.endings = totals.endings
         if findings.origins:
             findings.cause = findings.origins[0].cause
         elif findings.ended_early:

@@ -72,15 +72,26 @@ def _identical(findings: Findings) -> str:
     return f"All {span} that both runs have{ranks} agree bit for bit."
 
 
+_ENDINGS = {
+    "killed": "was killed", "failed": "failed", "recording": "is still being recorded", "complete": "ended",
+}  # fmt: skip
+"""What became of a run, or of one of its ranks, by its status."""
+
+
 def _ended_early(findings: Findings) -> str:
     parts = []
     for name, ranks in findings.ended_early.items():
         status = findings.statuses[0 if name == "baseline" else 1]
-        how = {"killed": "was killed", "failed": "failed", "recording": "is still being recorded"}.get(
-            status, "did not finish"
-        )
+        how = _ENDINGS.get(status, "did not finish")
         where = f" on {format_ranks(ranks)}" if findings.ranks > 1 else ""
         parts.append(f"The {name} {how} and has fewer steps than the other run{where}.")
+        endings = findings.endings.get(name, {})
+        if len(endings) > 1 or any(own != status for own, _ in endings):
+            each = [
+                f"{format_ranks(members)} {_ENDINGS.get(own, 'ended')} {f'after step {last}' if last >= 0 else 'first'}"
+                for (own, last), members in sorted(endings.items(), key=lambda entry: entry[0][1])
+            ]
+            parts.append(f"Of its ranks, the earliest first: {'; '.join(each[:MAX_NAMED])}.")
     if findings.steps:
         span = _plural(findings.steps, "step")
         equal = f"The {span} that both finished agree bit for bit, up to step {findings.last_step}."

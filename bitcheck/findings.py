@@ -35,6 +35,8 @@ class Findings:
     """The first step that both runs have, where it is not the first of both: one was resumed there."""
     statuses: tuple[str, str] = ("complete", "complete")
     ended_early: dict[str, list[int]] = field(default_factory=dict)
+    endings: Mapping[str, Mapping[tuple[str, int], list[int]]] = field(default_factory=dict)
+    """Of those ranks: the run -> (a rank's own status, its last whole step) -> ranks."""
     resumed: str = ""
     """`baseline` or `candidate` where an initial snapshot was held against the other run's end of step."""
     gap: tuple[int, int] | None = None

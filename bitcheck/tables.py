@@ -71,6 +71,8 @@ class Totals:
     num_pairs: int = 0
     ended_early: dict[str, list[int]] = field(default_factory=dict)
     """`baseline` or `candidate` -> ranks that it has fewer steps of, unfinished."""
+    endings: dict[str, dict[tuple[str, int], list[int]]] = field(default_factory=dict)
+    """Of those: `baseline` or `candidate` -> (a rank's own status, its last whole step) -> ranks."""
     recompute: list[int] = field(default_factory=list)
     """Ranks with activation recompute."""
 
@@ -190,6 +192,8 @@ class Tables:
         ):
             if mine < other and reader.status != FINISHED:
                 self.totals.ended_early.setdefault(name, []).append(rank)
+                endings = self.totals.endings.setdefault(name, {})
+                endings.setdefault((reader.status, mine), []).append(rank)
 
     def _compare_roots(self, rows: RowPairs, ours: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> DifferingRank | None:
         """Return where the rows' roots differ, None where nowhere."""
