@@ -100,10 +100,11 @@ def explain_replicas(
     num_steps: int,
     num_ranks: int,
     world_size: int,
+    has_shards: bool,
 ) -> tuple[ReplicaCause | None, str, str]:
     """Return cause, explanation and remedy of an answer."""
     if verdict is ReplicaVerdict.UNDECLARED:
-        return None, *_explain_undeclared(world_size, bool(groups))
+        return None, *_explain_undeclared(world_size, bool(groups), has_shards)
     if verdict is ReplicaVerdict.AGREE:
         steps = "1 step" if num_steps == 1 else f"all {num_steps:,} steps"
         return (
@@ -132,11 +133,18 @@ def explain_rest(rest: ReplicaAnswer) -> str:
     return f"Apart from buffers: {rest.explanation[0].lower()}{rest.explanation[1:]}"
 
 
-def _explain_undeclared(world_size: int, has_groups: bool) -> tuple[str, str]:
+def _explain_undeclared(world_size: int, has_groups: bool, has_shards: bool) -> tuple[str, str]:
     if world_size == 1:
         return "The run has one rank: there is nothing to hold it against.", ""
     if has_groups:
         return "No whole step was recorded, so nothing was compared.", "Record at least one training step."
+    if has_shards:
+        return (
+            "Every tensor whose placement is known is cut over all ranks of its mesh (as by FSDP): no rank holds what "
+            "another one holds, so there is nothing to hold it against.",
+            "Compare with a second run (`bitcheck diff`), or say what is replicated besides: "
+            f"--group '0-{world_size - 1}:PATTERN'.",
+        )
     return (
         f"Nothing in the run says what its {world_size:,} ranks replicate: no DistributedDataParallel and no "
         "replicated DTensor was seen, and bitcheck does not guess. Nothing was compared.",

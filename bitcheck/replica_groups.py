@@ -108,8 +108,8 @@ class Selector:
         self._known: OrderedDict[tuple[bytes, bytes, tuple[int, ...]], dict[GroupKey, Selection]] = OrderedDict()
         self.ignored: dict[GroupKey, set[str]] = {}
         """Keys of sites that turned out to be nobody's copies."""
-        self.num_sharded = 0
-        """Placed tensors of the step looked at last that no other rank holds."""
+        self.has_shards = False
+        """Whether any tensor was seen that is cut over all ranks of its mesh."""
 
     def forget(self) -> None:
         """Look again: `ignored` has changed."""
@@ -141,6 +141,8 @@ class Selector:
                 by, ranks = _replicas(placement)
                 if len(ranks) > 1 and rank in ranks:
                     choose(GroupKey(by, ranks), event)
+                elif len(ranks) == 1:
+                    self.has_shards = True
         for group in groups:
             key = GroupKey(group.text, group.ranks)
             for event, site in enumerate(layout.sites):

@@ -292,6 +292,7 @@ class _Conclusion:
             num_steps=steps,
             num_ranks=len(ranks),
             world_size=run.world_size,
+            has_shards=scan.selector.has_shards,
         )
         return ReplicaAnswer(
             verdict,

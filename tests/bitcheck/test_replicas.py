@@ -277,6 +277,16 @@ def test_without_a_declaration_nothing_is_guessed(tmp_path: Path) -> None:
     assert (alone.exit_status, "one rank" in alone.explanation) == (2, True)
 
 
+def test_where_all_is_sharded_the_answer_says_that_there_are_no_copies(tmp_path: Path) -> None:
+    def cut(rank: int, event: Event) -> str:
+        return TensorPlacement((("dp", 4),), (0, 1, 2, 3), (rank,), ("S(0)",)).to_text()
+
+    answer = check(tmp_path, replicated_run(placement=cut))
+    assert answer.exit_status == 2
+    assert "cut over all ranks of its mesh" in answer.explanation
+    assert "--group" in answer.remedy
+
+
 def test_what_the_user_declares_is_compared(tmp_path: Path) -> None:
     flips = [(2, 1, WEIGHT)]
     run = replicate(make_run(num_ranks=4), placement=lambda rank, event: "", changes=flips)
