@@ -11,8 +11,6 @@ from benchmarks.rank_faults import FAULTS, run_faults
 
 CHOSEN = (
     ("ddp", "output"),
-    ("averaged_by_hand", "result"),
-    ("averaged_by_hand", "contribution"),
     ("fsdp", "result"),
     ("tensor_parallel", "output"),
     ("pipeline_1f1b", "gradient"),
