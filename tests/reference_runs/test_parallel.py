@@ -30,7 +30,7 @@ from tests.reference_runs.processes import run_on_ranks
 
 NANO = get_config("nano")
 # Four micro-batches: enough for four ranks, or for the four stages of a pipeline of two.
-CONFIG = replace(NANO, data=replace(NANO.data, seq_len=32, sequences=2, micro_batches=4, fim_rate=0.5))
+CONFIG = replace(NANO, data=replace(NANO.data, seq_len=16, sequences=4, micro_batches=4, fim_rate=0.5))
 TWO_ROUNDS = replace(CONFIG, data=replace(CONFIG.data, micro_batches=8))
 NATIVE = Switches.from_options(settings=["comm.reduce=native"])
 
@@ -59,10 +59,11 @@ def end_state(trainer: Trainer) -> State:
 
 
 def run(text: Text, options: Options, config: Any = CONFIG) -> tuple[State, list[float], float]:
-    """Train, on this rank or in this process; return the end state, the losses and the held-out loss."""
+    """Train, on this rank or in this process; return the end state, losses and norms, and the held-out loss."""
     listener = Silent()
     trainer = train(config, text, options, listener)
-    return end_state(trainer), [report.loss for report in listener.reports], trainer.held_out_loss
+    told = [number for report in listener.reports for number in (report.loss, report.grad_norm)]
+    return end_state(trainer), told, trainer.held_out_loss
 
 
 def run_all(text: Text, options: Options, *more: Options) -> list[tuple[State, list[float], float]]:
@@ -81,13 +82,13 @@ def whole(states: list[State]) -> State:
 def test_ordered_sums_give_one_two_and_four_ranks_the_same_bits_and_a_resumed_run_may_change_ranks(
     text: Text, tmp_path: Path
 ) -> None:
-    one_state, one_losses, one_held_out = run(text, Options(steps=2))
+    one_state, one_told, one_held_out = run(text, Options(steps=2))
     two = Options(steps=2, degrees=Degrees(dp=2), save_every=1, out=tmp_path)
-    for state, losses, held_out in run_on_ranks(2, run, text, two):
-        assert (state, losses, held_out) == (one_state, one_losses, one_held_out)
+    for state, told, held_out in run_on_ranks(2, run, text, two):
+        assert (state, told, held_out) == (one_state, one_told, one_held_out)
     four = Options(steps=2, degrees=Degrees(dp=4), resume=tmp_path / "step-000001")
-    for state, losses, held_out in run_on_ranks(4, run, text, four):
-        assert (state, losses, held_out) == (one_state, one_losses[1:], one_held_out)
+    for state, told, held_out in run_on_ranks(4, run, text, four):
+        assert (state, told, held_out) == (one_state, one_told[2:], one_held_out)
     resumed_alone, _, _ = run(text, Options(steps=2, resume=tmp_path / "step-000001"))
     assert resumed_alone == one_state
 
@@ -136,11 +137,11 @@ def test_experts_on_two_ranks_repeat_themselves_resumed_too_and_learn_what_one_p
     answers = run_on_ranks(2, run_all, text, fresh, resumed)
     first, again = (whole([answer[time][0] for answer in answers]) for time in (0, 1))
     assert first == again
-    one_state, one_losses, one_held_out = run(text, Options(steps=2))
+    one_state, one_told, one_held_out = run(text, Options(steps=2))
     assert first.keys() == one_state.keys()
-    _, losses, held_out = answers[0][0]
+    _, told, held_out = answers[0][0]
     # An expert's rows of two micro-batches are one group here: sums are bracketed in another way, no more.
-    assert losses == pytest.approx(one_losses, rel=1e-4)
+    assert told == pytest.approx(one_told, rel=1e-3)
     assert held_out == pytest.approx(one_held_out, rel=1e-3)
 
 
@@ -168,8 +169,8 @@ def there_and_back(loads: list[list[int]]) -> tuple[list[list[float]], list[int]
 
 
 def test_rows_come_sorted_by_expert_then_by_rank_and_go_back_where_they_were_even_where_a_rank_gets_none() -> None:
-    first, second = run_on_ranks(2, there_and_back, [[2, 1, 0, 1], [0, 2, 0, 0]])
-    assert first == ([[0, 0], [0, 0], [0, 1], [1, 1], [1, 1]], [2, 3], True)
+    first, second = run_on_ranks(2, there_and_back, [[2, 1, 0, 1], [1, 2, 0, 0]])
+    assert first == ([[0, 0], [0, 0], [1, 0], [0, 1], [1, 1], [1, 1]], [3, 3], True)
     assert second == ([[0, 3]], [0, 1], True)
     first, second = run_on_ranks(2, there_and_back, [[1, 0, 0, 0], [0, 1, 0, 0]])
     assert first == ([[0, 0], [1, 1]], [1, 1], True)
@@ -206,10 +207,10 @@ def test_a_pipeline_repeats_itself_resumed_too(text: Text, tmp_path: Path) -> No
     answers = run_on_ranks(2, run_all, text, fresh, resumed)
     first, again = (whole([answer[time][0] for answer in answers]) for time in (0, 1))
     assert first == again
-    one_state, one_losses, one_held_out = run(text, Options(steps=2))
+    one_state, one_told, one_held_out = run(text, Options(steps=2))
     assert first.keys() == one_state.keys()
-    _, losses, held_out = answers[0][0]
-    assert losses == pytest.approx(one_losses, rel=1e-4)
+    _, told, held_out = answers[0][0]
+    assert told == pytest.approx(one_told, rel=1e-3)
     assert held_out == pytest.approx(one_held_out, rel=1e-3)
 
 
