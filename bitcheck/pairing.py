@@ -84,6 +84,11 @@ class StepPair:
             return self.baseline, index
         return self.candidate, int(self.candidate_index[position])
 
+    def position_of(self, step: StepView, index: int) -> int:
+        """Return the position of an event of one of the two steps."""
+        positions = self._position_of_baseline if step is self.baseline else self._position_of_candidate
+        return int(positions[index])
+
     def site(self, position: int) -> Site:
         """Return the event's site."""
         step, index = self.holder(position)

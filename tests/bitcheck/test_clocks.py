@@ -68,3 +68,28 @@ def test_ranks_that_wait_for_each_other_in_a_circle_keep_their_own_time() -> Non
     one = Step().add("comm/all_reduce.a:out.0").add("comm/all_reduce.b:out.0")
     other = Step().add("comm/all_reduce.b:out.0").add("comm/all_reduce.a:out.0")
     assert logical_clocks({0: one.pair(0), 1: other.pair(1)}) == {0: [0, 1], 1: [0, 1]}
+
+
+def test_what_is_received_is_later_than_what_was_sent_from_its_first_use_on() -> None:
+    sender = Step()
+    for number in range(6):
+        sender.add(f"forward/a.{number}:out")
+    sender.add("comm/send.0-1:in.0", inputs=("forward/a.5:out",)).add("forward/a.6:out")
+    receiver = Step().add("comm/send.0-1:out.0").add("forward/own:out")
+    receiver.add("forward/b:out", inputs=("comm/send.0-1:out.0",)).add("forward/c:out")
+    for ranks in ((sender, receiver), (receiver, sender)):
+        clocks = logical_clocks({rank: step.pair(rank) for rank, step in enumerate(ranks)})
+        sent, received = clocks[ranks.index(sender)], clocks[ranks.index(receiver)]
+        assert received[1] == 1, "begun early, and waited for later"
+        assert received[2] > sent[6] and received[3] > received[2]
+        assert sent == list(range(8)), "who sends waits for nobody"
+
+
+def test_ranks_that_send_to_each_other_at_once_are_in_no_circle() -> None:
+    steps = []
+    for own, other in ((0, 1), (1, 0)):
+        step = Step().add(f"comm/send.{other}-{own}:out.0").add(f"forward/a.{own}:out")
+        step.add(f"comm/send.{own}-{other}:in.0", inputs=(f"forward/a.{own}:out",))
+        steps.append(step.add(f"forward/b.{own}:out", inputs=(f"comm/send.{other}-{own}:out.0",)))
+    clocks = logical_clocks({rank: step.pair(rank) for rank, step in enumerate(steps)})
+    assert clocks == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]}
