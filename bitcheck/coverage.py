@@ -10,7 +10,6 @@ Place in the flow: run, answer -> *coverage* -> gate, bisect, commits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +18,7 @@ from bitcheck.align import align_runs, pair_rows
 from bitcheck.answer import Answer, Verdict
 from bitcheck.events import PHASES, Phase, StepKind
 from bitcheck.run import Run
+from bitcheck.wording import counted
 
 _GRAD = PHASES.index(Phase.GRAD)
 STATE_SITES = tuple(f"{phase}/" for phase in Phase if phase not in (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD))
@@ -50,9 +50,10 @@ def find_gaps(run: Run, name: str, demand: Demand, *, was_stopped: bool = False)
     notes = [f"{name}: {note}" for note in run.info.get("notes") or ()]
     if run.missing_ranks:
         listed = ", ".join(map(str, run.missing_ranks[:8])) + (" ..." if len(run.missing_ranks) > 8 else "")
-        return [*notes, f"{name}: nothing was recorded of rank {listed}; expected all {run.world_size} ranks."]
+        every = f"{'all ' * (run.world_size > 1)}{counted(run.world_size, 'rank')}"
+        return [*notes, f"{name}: nothing was recorded of rank {listed}; expected {every}."]
     if demand.num_ranks is not None and run.world_size != demand.num_ranks:
-        return [*notes, f"{name} has {run.world_size} ranks; expected {demand.num_ranks} (--ranks)."]
+        return [*notes, f"{name} has {counted(run.world_size, 'rank')}; expected {demand.num_ranks} (--ranks)."]
     if not was_stopped and run.status != "complete":
         return [*notes, f"{name}: its recording is {run.status}; expected a complete one."]
     gaps = notes + _find_missing_steps(run, name, demand)
@@ -87,15 +88,17 @@ def _wanted_steps(run: Run, demand: Demand) -> range | None:
 def _find_missing_steps(run: Run, name: str, demand: Demand) -> list[str]:
     wanted = _wanted_steps(run, demand)
     if wanted is None:
-        return [f"{name}: no whole training step was recorded; expected {_steps(demand.num_steps or 1)} at least."]
+        return [
+            f"{name}: no whole training step was recorded; expected {counted(demand.num_steps or 1, 'step')} at least."
+        ]
     gaps = []
     for rank in run.ranks:
         steps = whole_steps(run, rank)
         missing = np.setdiff1d(np.array(wanted), steps)
         if len(missing):
             gaps.append(
-                f"{name}: {_steps(len(wanted) - len(missing))} of rank {rank} recorded; expected {len(wanted)}, from "
-                f"step {wanted.start} to {wanted.stop - 1}. The first that is missing is step {missing[0]}."
+                f"{name}: {counted(len(wanted) - len(missing), 'step')} of rank {rank} recorded; expected "
+                f"{len(wanted)}, from step {wanted.start} to {wanted.stop - 1}. The first that is missing is step {missing[0]}."
             )
     return gaps[:3]
 
@@ -162,7 +165,10 @@ def find_uncompared(
             "level, since only what both hold is compared."
         ]
     if set(baseline.ranks) != set(candidate.ranks) or baseline.world_size != candidate.world_size:
-        return [f"{theirs} has {candidate.world_size} ranks, {mine} {baseline.world_size}; expected the same ranks."]
+        return [
+            f"{theirs} has {counted(candidate.world_size, 'rank')}, {mine} {baseline.world_size}; "
+            "expected the same ranks."
+        ]
     alignment = align_runs(baseline, candidate)
     starts = step_range(baseline), step_range(candidate)
     if starts[0] is None or starts[1] is None:
@@ -187,14 +193,9 @@ def find_uncompared(
         missing = np.setdiff1d(np.array(needed), compared)
         if len(missing):
             gaps.append(
-                f"{theirs}: {_steps(len(needed) - len(missing))} of rank {rank} compared with {mine}; expected "
-                f"{len(needed)}, up to step {wanted.stop - 1}. The first that is missing is step {missing[0]}."
+                f"{theirs}: {counted(len(needed) - len(missing), 'step')} of rank {rank} compared with "
+                f"{mine}; expected {len(needed)}, up to step {wanted.stop - 1}. The first that is missing is step {missing[0]}."
             )
     if not gaps and not len(needed):
         gaps.append(f"{theirs}: no step compared with {mine}; expected one at least after the checkpoint.")
     return gaps[:3]
-
-
-def _steps(count: int | Sequence[int]) -> str:
-    number = count if isinstance(count, int) else len(count)
-    return "1 step" if number == 1 else f"{number:,} steps"

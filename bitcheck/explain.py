@@ -16,6 +16,7 @@ from bitcheck.answer import Cause, EnvironmentDifference, Origin
 from bitcheck.events import Phase
 from bitcheck.findings import Findings
 from bitcheck.remedies import find_remedy
+from bitcheck.wording import counted
 
 MAX_NAMED = 6
 """Names in one sentence; the JSON answer has them all."""
@@ -60,15 +61,15 @@ def explain(findings: Findings) -> str:
     if findings.unobserved:
         count = sum(findings.unobserved.values())
         sentences.append(
-            f"{_plural(count, 'thing')} went unobserved in these steps ({_listed(list(findings.unobserved))}), "
+            f"{counted(count, 'thing')} went unobserved in these steps ({_listed(list(findings.unobserved))}), "
             "so the verdict does not cover them."
         )
     return " ".join(sentences)
 
 
 def _identical(findings: Findings) -> str:
-    span = _plural(findings.steps, "step")
-    ranks = f" on {_plural(findings.ranks, 'rank')}" if findings.ranks > 1 else ""
+    span = counted(findings.steps, "step")
+    ranks = f" on {counted(findings.ranks, 'rank')}" if findings.ranks > 1 else ""
     return f"All {span} that both runs have{ranks} agree bit for bit."
 
 
@@ -93,7 +94,7 @@ def _ended_early(findings: Findings) -> str:
             ]
             parts.append(f"Of its ranks, the earliest first: {'; '.join(each[:MAX_NAMED])}.")
     if findings.steps:
-        span = _plural(findings.steps, "step")
+        span = counted(findings.steps, "step")
         equal = f"The {span} that both finished agree bit for bit, up to step {findings.last_step}."
     else:
         equal = "It finished no step; the states the runs start from agree bit for bit."
@@ -124,7 +125,7 @@ def _diverged(findings: Findings) -> list[str]:
         )
     could_shift = cause in (Cause.DATA, Cause.RNG) or first.phase == Phase.LOSS  # a computation's fault may add calls
     for run, (site, count) in findings.extra.items() if could_shift else ():
-        more = f" and {_plural(count - 1, 'other event')}" if count > 1 else ""
+        more = f" and {counted(count - 1, 'other event')}" if count > 1 else ""
         sentences.append(
             f"Besides, only the {run} has {site}{more} in this step: it ran something that the other run did not, "
             "which may be what shifted or changed the rest."
@@ -143,7 +144,7 @@ def _diverged(findings: Findings) -> list[str]:
     if others:
         listed = _listed(_origin_names(others, findings))
         sentences.append(
-            f"{_plural(len(others), 'further origin')} that {'does' if len(others) == 1 else 'do'} not depend on it: "
+            f"{counted(len(others), 'further origin')} that {'does' if len(others) == 1 else 'do'} not depend on it: "
             f"{listed}."
         )
     return sentences
@@ -349,7 +350,7 @@ def _structure(first: Origin, where: str, findings: Findings) -> list[str]:
         sentences.append(f"The same goes for {_listed(list(first.also))}.")
     if findings.inherited_structure:
         sentences.append(
-            f"{_plural(findings.inherited_structure, 'later computation')} in the step gave other bits from equal "
+            f"{counted(findings.inherited_structure, 'later computation')} in the step gave other bits from equal "
             "inputs, which may follow from it (a call draws random numbers, or moves hidden state)."
         )
     return sentences
@@ -370,14 +371,14 @@ def _snapshot(findings: Findings) -> list[str]:
         sentences = [f"The states that the two runs were resumed with (end of step {first.step}) are not the same."]
     if differing:
         sentences.append(
-            f"{_plural(len(differing), 'tensor')} {'differs' if len(differing) == 1 else 'differ'}: "
+            f"{counted(len(differing), 'tensor')} {'differs' if len(differing) == 1 else 'differ'}: "
             f"{_listed([_with_values(origin) for origin in differing])}."
         )
     for name in ("baseline", "candidate"):
         missing = [origin.site for origin in origins if origin.missing_in == name]
         if missing:
             sentences.append(
-                f"{_plural(len(missing), 'tensor')} {'is' if len(missing) == 1 else 'are'} missing in the "
+                f"{counted(len(missing), 'tensor')} {'is' if len(missing) == 1 else 'are'} missing in the "
                 f"{name}: {_listed(missing)}."
             )
     return sentences
@@ -394,7 +395,7 @@ def _downstream(findings: Findings) -> list[str]:
     if findings.propagated:
         least = "" if findings.count_is_complete else "At least "
         verb = "differs" if findings.propagated == 1 else "differ"
-        sentences.append(f"{least}{_plural(findings.propagated, 'other event')} {verb} and only inherited it.")
+        sentences.append(f"{least}{counted(findings.propagated, 'other event')} {verb} and only inherited it.")
     if findings.num_unread_ranks:
         total = len(findings.parted_ranks) + findings.num_unread_ranks
         sentences.append(
@@ -403,7 +404,7 @@ def _downstream(findings: Findings) -> list[str]:
         )
     steps = [step for step, is_fragment in findings.later_steps if not is_fragment]
     if steps:
-        sentences.append(f"{_plural(len(steps), 'later step')} {'differs' if len(steps) == 1 else 'differ'} as well.")
+        sentences.append(f"{counted(len(steps), 'later step')} {'differs' if len(steps) == 1 else 'differ'} as well.")
     return sentences
 
 
@@ -435,10 +436,6 @@ def _shape(shape: Sequence[int]) -> str:
 
 def _do(count: int) -> str:
     return "does" if count == 1 else "do"
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _joined(parts: Sequence[str]) -> str:

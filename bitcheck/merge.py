@@ -37,6 +37,7 @@ from bitcheck.run import check_overwrite, open_run, rank_path
 from bitcheck.run_document import RUN_FILE, find_problem, read_run_file, run_ids
 from bitcheck.store import RankReader, hash_file, read_seal
 from bitcheck.store.seal import seal_path
+from bitcheck.wording import counted
 
 SCHEMA = "bitcheck.merge/1"
 CLOCK_TOLERANCE = timedelta(minutes=10)
@@ -127,8 +128,8 @@ def merge_runs(
     missing = tuple(rank for rank in range(world_size) if rank not in ranks)
     if missing and not allow_missing:
         raise UsageError(
-            f"{_count(len(missing), 'rank')} of {world_size:,} missing: {format_rank_set(missing)} in none of the "
-            f"{_count(len(parts), 'part')}.\nName the folders of all hosts, or gather the rest later: --allow-missing."
+            f"{counted(len(missing), 'rank')} of {world_size:,} missing: {format_rank_set(missing)} in none of the "
+            f"{counted(len(parts), 'part')}.\nName the folders of all hosts, or gather the rest later: --allow-missing."
         )
     check_overwrite(target, overwrite)
     info, notes = _describe(parts, ranks, world_size)
@@ -391,7 +392,3 @@ def _put_in_place(building: Path, target: Path) -> None:
         os.rename(old, target)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -28,6 +28,7 @@ from bitcheck.errors import BrokenRun, FutureRun, NotARun, RecordingError
 from bitcheck.events import Level
 from bitcheck.process import is_gone, this_process
 from bitcheck.run_document import RUN_FILE, SCHEMA, find_problem, read_run_file, run_ids
+from bitcheck.wording import counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -135,7 +136,7 @@ def open_run(path: Path, *, allow_missing_ranks: bool = False) -> Run:
         names = ", ".join(rank_path(run.path, rank).name for rank in missing[:3])
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise BrokenRun(
-            f"{run.path}: {names}{more} missing; the run has {run.world_size} ranks.\n"
+            f"{run.path}: {names}{more} missing; the run has {counted(run.world_size, 'rank')}.\n"
             "Copy the files of all its ranks into one folder, or record the run again."
         )
     return run

@@ -22,6 +22,7 @@ from bitcheck.errors import EXIT_DIFFERENT, EXIT_IDENTICAL, ProgramFailed
 from bitcheck.launch import attached_environment, find_program, package_folder, run_program
 from bitcheck.remedies import Switch, find_switch
 from bitcheck.settings import Settings
+from bitcheck.wording import counted
 
 SCHEMA = "bitcheck.scan/1"
 
@@ -235,9 +236,9 @@ def describe(answer: ScanAnswer) -> list[tuple[str, list[str]]]:
 
 def headline(answer: ScanAnswer) -> str:
     """Return the first line of the answer."""
-    amount = f"{answer.executed:,} operations in {answer.steps} step{'s' * (answer.steps != 1)}"
+    amount = f"{answer.executed:,} operations in {counted(answer.steps, 'step')}"
     if answer.ranks > 1:
-        amount += f" on {answer.ranks} ranks"
+        amount += f" on {counted(answer.ranks, 'rank')}"
     if not answer.findings:
         return f"CLEAN: each of {amount} agreed with itself."
     count = len(answer.findings)

@@ -28,6 +28,7 @@ def command(run: Path, as_json: bool) -> int:
     from bitcheck.cli.progress import show_progress
     from bitcheck.errors import EXIT_DIFFERENT, EXIT_IDENTICAL
     from bitcheck.verify import verify_run
+    from bitcheck.wording import counted
 
     with show_progress("verifying") as update:
         answer = verify_run(run, update)
@@ -37,16 +38,12 @@ def command(run: Path, as_json: bool) -> int:
         unfinished = answer.world_size - answer.num_sealed
         note = "" if not unfinished else f" ({unfinished} not finished: no seal to check)"
         click.echo(
-            f"{answer.path}: sound. {_count(answer.num_rows, 'recorded step')} of "
-            f"{_count(answer.world_size, 'rank')}, {_count(answer.num_events, 'digest')}: every root and chain holds, "
-            f"{_count(answer.num_sealed, 'seal')} intact{note}."
+            f"{answer.path}: sound. {counted(answer.num_rows, 'recorded step')} of "
+            f"{counted(answer.world_size, 'rank')}, {counted(answer.num_events, 'digest')}: every root and chain "
+            f"holds, {counted(answer.num_sealed, 'seal')} intact{note}."
         )
     else:
         for item in answer.damage:
             click.echo(f"{item}.")
         click.echo("Restore the files from a copy, or record the run again.")
     return EXIT_IDENTICAL if answer.is_sound else EXIT_DIFFERENT
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

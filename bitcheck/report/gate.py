@@ -25,6 +25,7 @@ from bitcheck.report.replicas import replicas_headline, replicas_sections
 from bitcheck.report.text import Section, print_report, render_plain, sections
 from bitcheck.statistics import pairs_needed, percent, rate_bound
 from bitcheck.trials import command_line
+from bitcheck.wording import counted
 
 _WORDS = {
     GateVerdict.PASS: "PASS",
@@ -148,8 +149,8 @@ def describe_chance(result: GateResult) -> list[str]:
 
 def _describe_run(run: RunReport) -> str:
     if run.role == "golden":
-        return f"golden {run.path}: {_steps(run)}, {_ranks(run.ranks)}"
-    facts = [_steps(run), _ranks(run.ranks)] if run.ranks else ["nothing recorded"]
+        return f"golden {run.path}: {_steps(run)}, {counted(run.ranks, 'rank')}"
+    facts = [_steps(run), counted(run.ranks, "rank")] if run.ranks else ["nothing recorded"]
     if run.was_stopped:
         facts.append("stopped by the gate")
     elif run.exit_status is not None:
@@ -160,8 +161,8 @@ def _describe_run(run: RunReport) -> str:
 def _describe_comparison(each: Comparison) -> str:
     answer = each.answer
     pair = f"{each.candidate} with {_name(each.baseline)}"
-    steps = "1 step" if answer.compared.steps == 1 else f"{answer.compared.steps:,} steps"
-    amount = f"{steps}, {_ranks(answer.compared.ranks)}, {answer.compared.events:,} events"
+    steps = counted(answer.compared.steps, "step")
+    amount = f"{steps}, {counted(answer.compared.ranks, 'rank')}, {answer.compared.events:,} events"
     if each.gaps:
         return f"{pair}: too little to say ({amount})"
     return f"{pair}: {answer.verdict} over {amount}"
@@ -169,7 +170,7 @@ def _describe_comparison(each: Comparison) -> str:
 
 def _describe_replicas(each: ReplicaCheck) -> str:
     answer = each.answer
-    return f"{each.run}: {answer.verdict} over {answer.ranks:,} ranks, {answer.tensors:,} tensors"
+    return f"{each.run}: {answer.verdict} over {counted(answer.ranks, 'rank')}, {answer.tensors:,} tensors"
 
 
 def _describe_variation(result: GateResult, number: int) -> str:
@@ -211,10 +212,6 @@ def _steps(run: RunReport) -> str:
         return "no whole step"
     first, last = run.steps
     return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count:,} ranks"
 
 
 def _or_unset(value: str | None) -> str:

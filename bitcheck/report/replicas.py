@@ -22,6 +22,7 @@ from typing import TextIO
 from bitcheck.explain import format_ranks
 from bitcheck.replicas_answer import Disagreement, ReplicaAnswer, ReplicaGroup, ReplicaVerdict
 from bitcheck.report.text import Section, print_report, render_plain
+from bitcheck.wording import counted
 
 MAX_VERSIONS = 5
 MAX_TENSORS = 6
@@ -86,7 +87,7 @@ def replicas_sections(answer: ReplicaAnswer, show_all: bool = False) -> list[Sec
     parts.append(("", [""]))
     run = answer.run
     span = "no whole step" if run.first_step is None else f"steps {run.first_step} to {run.last_step}"
-    ranks = "1 rank" if run.world_size == 1 else f"{run.world_size:,} ranks"
+    ranks = counted(run.world_size, "rank")
     compared = [] if answer.verdict is ReplicaVerdict.AGREE or not answer.groups else [_amounts(answer)]
     parts.append(("compared", [*compared, f"{run.path}: {span}, {ranks}, level {run.level}, {run.status}"]))
     if answer.groups:
@@ -128,9 +129,9 @@ def _describe_group(group: ReplicaGroup) -> str:
 
 
 def _amounts(answer: ReplicaAnswer) -> str:
-    steps = "1 step" if answer.steps == 1 else f"{answer.steps:,} steps"
+    steps = counted(answer.steps, "step")
     tensors = "1 replicated tensor" if answer.tensors == 1 else f"{answer.tensors:,} replicated tensors"
-    return f"{steps}, {answer.ranks:,} ranks, {tensors}"
+    return f"{steps}, {counted(answer.ranks, 'rank')}, {tensors}"
 
 
 def _more(count: int) -> list[str]:

@@ -16,6 +16,7 @@ from typing import TextIO
 
 from bitcheck.report.text import Section, format_bytes, print_report
 from bitcheck.summary import RecordedEvent, RunSummary, StepSummary
+from bitcheck.wording import counted
 
 _STYLE = {"complete": "green", "failed": "red", "killed": "red", "recording": "yellow"}
 
@@ -24,8 +25,8 @@ def print_run(summary: RunSummary, file: TextIO | None = None) -> None:
     """Print what is in a run."""
     info = summary.info
     size = info.get("world_size", 1)
-    ranks = "1 rank" if size == 1 else f"{size:,} ranks"
-    steps = "1 step" if summary.num_steps == 1 else f"{summary.num_steps:,} steps"
+    ranks = counted(size, "rank")
+    steps = counted(summary.num_steps, "step")
     title = f"{summary.path}: {steps}, {ranks}, level {info.get('level')}, {summary.status}"
     print_report(title, _STYLE.get(summary.status, "yellow"), run_sections(summary), file)
 

@@ -22,6 +22,7 @@ from typing import TextIO
 
 from bitcheck.answer import Answer, Cause, Origin, Verdict
 from bitcheck.explain import format_ranks
+from bitcheck.wording import counted
 
 MAX_ORIGINS = 5
 """Origins listed without `--all`."""
@@ -177,15 +178,15 @@ def _compared(answer: Answer) -> list[str]:
         lines.append(_amounts(answer))
     for name, run in zip(("baseline", "candidate"), answer.runs, strict=True):
         span = "no whole step" if run.first_step is None else f"steps {run.first_step} to {run.last_step}"
-        ranks = "1 rank" if run.world_size == 1 else f"{run.world_size:,} ranks"
+        ranks = counted(run.world_size, "rank")
         lines.append(f"{name} {run.path}: {span}, {ranks}, level {run.level}, {run.status}")
     return lines
 
 
 def _amounts(answer: Answer) -> str:
     compared = answer.compared
-    steps = "1 step" if compared.steps == 1 else f"{compared.steps:,} steps"
-    ranks = "1 rank" if compared.ranks == 1 else f"{compared.ranks:,} ranks"
+    steps = counted(compared.steps, "step")
+    ranks = counted(compared.ranks, "rank")
     return f"{steps}, {ranks}, {compared.events:,} events ({format_bytes(compared.bytes)})"
 
 
