@@ -64,7 +64,7 @@ class FunctionalCollectives:
             names = [argument.name for argument in schema.arguments]
             for key in KEYS:
                 kernel = torch.library.get_kernel(f"{NAMESPACE}::{name}", key)
-                observed = self._observed_wait(kernel) if name == WAIT else self._observed(name, names, kernel)
+                observed = self._observed_wait() if name == WAIT else self._observed(name, names, kernel)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     self._library.impl(name, observed, key, with_keyset=True, allow_override=True)
@@ -90,9 +90,14 @@ class FunctionalCollectives:
 
         return run
 
-    def _observed_wait(self, kernel: Any) -> Callable[..., Any]:
+    def _observed_wait(self) -> Callable[..., Any]:
+        # PyTorch's kernel by way of a device that nobody has, and so not ours. It waits, so it must not be called with
+        # the interpreter's lock held, which a thread of gloo's may need to let go of the tensors that it sent.
+        wait = getattr(torch.ops, NAMESPACE).wait_tensor.default.redispatch
+        other = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse3)
+
         def run(keys: Any, tensor: torch.Tensor) -> Any:
-            result = kernel.call_boxed(keys, tensor)
+            result = wait(other, tensor)
             self._settle(tensor)
             return result
 
