@@ -98,7 +98,8 @@ def _find_missing_steps(run: Run, name: str, demand: Demand) -> list[str]:
         if len(missing):
             gaps.append(
                 f"{name}: {counted(len(wanted) - len(missing), 'step')} of rank {rank} recorded; expected "
-                f"{len(wanted)}, from step {wanted.start} to {wanted.stop - 1}. The first that is missing is step {missing[0]}."
+                f"{len(wanted)}, from step {wanted.start} to {wanted.stop - 1}. The first that is missing is step "
+                f"{missing[0]}."
             )
     return gaps[:3]
 
@@ -194,7 +195,8 @@ def find_uncompared(
         if len(missing):
             gaps.append(
                 f"{theirs}: {counted(len(needed) - len(missing), 'step')} of rank {rank} compared with "
-                f"{mine}; expected {len(needed)}, up to step {wanted.stop - 1}. The first that is missing is step {missing[0]}."
+                f"{mine}; expected {len(needed)}, up to step {wanted.stop - 1}. The first that is missing is "
+                f"step {missing[0]}."
             )
     if not gaps and not len(needed):
         gaps.append(f"{theirs}: no step compared with {mine}; expected one at least after the checkpoint.")
