@@ -34,6 +34,7 @@ from bitcheck.hooks.functional_collectives import FunctionalCollectives
 from bitcheck.hooks.modules import in_backward
 from bitcheck.hooks.patches import Function, Patches
 from bitcheck.hooks.process_groups import group_name, process_group_ranks, reduction_name
+from bitcheck.hooks.sharding import is_rehearsal
 from bitcheck.hooks.steps import Call, StepBuilder
 from bitcheck.roles import is_local_gradient
 
@@ -241,7 +242,7 @@ class CollectiveHooks:
         """Record what this rank contributes to a collective; None where its step is not kept."""
         recorder = self._recorder
         builder = recorder.between_steps() if recorder.optimizers.running is None else recorder.current
-        if not builder.is_kept:
+        if not builder.is_kept or (is_pairwise and is_rehearsal()):
             return None
         call = recorder.modules.current
         bucket = self._local.bucket or self._unknown_bucket(builder)

@@ -35,7 +35,7 @@ from bitcheck.hooks.naming import ModuleName, Registry, walk
 from bitcheck.hooks.ops import OpHooks
 from bitcheck.hooks.optimizers import OptimizerHooks
 from bitcheck.hooks.rng import generator_states
-from bitcheck.hooks.sharding import Sharding, stage_in_call
+from bitcheck.hooks.sharding import Sharding, stage_in_call, stages_in_call
 from bitcheck.hooks.steps import StepBuilder
 from bitcheck.hooks.writer import StepWriter, Store
 
@@ -224,7 +224,13 @@ class Recorder:
         """Know an outermost module; its state joins an initial snapshot that is still open."""
         name = self.registry.name_of(module)
         if name is None:
-            name = self.registry.add_root(module, stage_in_call())
+            stage = stage_in_call()
+            # All stages of this rank at once: the state of one that is called later is in the initial snapshot by name.
+            for sibling, number in stages_in_call() if stage is not None else ():
+                if sibling is not module and self.registry.name_of(sibling) is None:
+                    self.registry.add_root(sibling, number)
+                    self.sharding.learn(sibling)
+            name = self.registry.add_root(module, stage)
             self.sharding.learn(module)
             for _, child, _ in walk(module):
                 for parameter in child._parameters.values():

@@ -81,9 +81,26 @@ def stage_in_call() -> int | None:
     return None
 
 
+def stages_in_call() -> list[tuple[Any, int]]:
+    """Return the modules and numbers of all stages that this rank has of the pipeline that is running."""
+    schedules = sys.modules.get("torch.distributed.pipelining.schedules")
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(MAX_FRAMES):
+        if schedules is None or frame is None:
+            break
+        stages = getattr(frame.f_locals.get("self"), "_stages", None)
+        if frame.f_code.co_filename == schedules.__file__ and isinstance(stages, list):
+            return [(stage.submod, stage.stage_index) for stage in stages]
+        frame = frame.f_back
+    return []
+
+
 def is_rehearsal() -> bool:
-    """Say whether a pipeline only finds out the shapes that its stages pass on, with memory that nobody wrote."""
-    return any("inference" in frame.f_code.co_name for frame in _frames_of_stages())
+    """Say whether a pipeline only gets ready: finds out shapes with memory that nobody wrote, or greets its neighbours.
+
+    It does so in a process's first step, resumed or not, so that it is no part of any.
+    """
+    return any(word in frame.f_code.co_name for frame in _frames_of_stages() for word in ("inference", "warmup"))
 
 
 class Sharding:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import bitcheck
 from bitcheck.answer import Answer
 from bitcheck.diff import diff_runs
 from bitcheck.errors import UsageError
@@ -212,6 +213,25 @@ def test_a_pipeline_repeats_itself_resumed_too(text: Text, tmp_path: Path) -> No
     _, told, held_out = answers[0][0]
     assert told == pytest.approx(one_told, rel=1e-3)
     assert held_out == pytest.approx(one_held_out, rel=1e-3)
+
+
+def record_around(text: Text, options: Options, *resumed: Options) -> None:
+    """Record each training from outside, as `bitcheck run` does: the recorder is told of no model."""
+    for number, each in enumerate((options, *resumed)):
+        with bitcheck.record(each.out / f"run-{number}", level="module"):
+            run(text, each)
+
+
+def test_a_pipeline_recorded_from_outside_is_found_to_be_resumed_with_the_same_state(
+    text: Text, tmp_path: Path
+) -> None:
+    """Of a stage that is called later the initial state is known too, and neighbours that greet are in no step."""
+    fresh = Options(steps=2, degrees=Degrees(pp=2), save_every=1, out=tmp_path)
+    resumed = replace(fresh, save_every=None, resume=tmp_path / "step-000001")
+    run_on_ranks(2, record_around, text, fresh, resumed)
+    answer = compare(tmp_path / "run-0", tmp_path / "run-1")
+    assert answer.verdict == "identical"
+    assert answer.compared.steps == 1
 
 
 @pytest.mark.parametrize(("num_layers", "num_stages"), [(2, 4), (4, 4), (6, 8), (27, 8)])
