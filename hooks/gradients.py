@@ -57,14 +57,14 @@ class Tracked:
         """The call that gave the tensor; None for a parameter and for what came from outside all modules."""
         self.slot = slot
         self.is_eval = is_eval
-        self.consumers: list[tuple[Call, str]] = []
-        self.sources: list[Tracked] | None = None
+        self.consumers: tuple[tuple[Call, str], ...] = ()
+        self.sources: tuple[Tracked, ...] | None = None
         """Whose gradients its gradient is computed from; None as long as no plan was made."""
-        self.owners: list[Call | None] = []
+        self.owners: tuple[Call | None, ...] = ()
         """The module calls that compute it; None stands for code outside all modules."""
-        self.names: list[str] = []
+        self.names: tuple[str, ...] = ()
         """The autograd nodes that compute it, beside `owners`."""
-        self.events: list[int] = []
+        self.events: Sequence[int] = ()
         self.step: StepBuilder | None = None
         """Where `events` are."""
 
@@ -140,7 +140,7 @@ class GradientHooks:
         if tensor.grad_fn is None:
             return  # a leaf: a parameter, whose own hook sees it, or an input that the program differentiates by
         tracked = self._track(builder, tensor, None, slot, call.is_eval)
-        tracked.consumers.append((call, slot))
+        tracked.consumers += ((call, slot),)
 
     def track_output(self, builder: StepBuilder, call: Call, slot: str, tensor: torch.Tensor) -> None:
         """Follow what a module call gave."""
@@ -321,7 +321,7 @@ class GradientHooks:
         self._parameters[id(variable)] = (weakref.ref(variable), tracked, handle)
         return tracked
 
-    def events_of(self, builder: StepBuilder, parameter: torch.Tensor) -> list[int]:
+    def events_of(self, builder: StepBuilder, parameter: torch.Tensor) -> Sequence[int]:
         """Return the events of a parameter's gradient as it last left autograd in this step."""
         held = self._parameters.get(id(parameter))
         if held is None or held[0]() is not parameter or held[1].step is not builder:
@@ -413,10 +413,10 @@ def _settle(tracked: Tracked, arriving: Iterable[tuple[Node, _Flow]], owner_of: 
         sources.update(flow.sources)
         name = next((name for name in flow.names if name not in VIEW_NODES), flow.names[0])
         computed[(owner_of(node), name)] = None
-    tracked.sources = list(sources)
+    tracked.sources = tuple(sources)
     order = sorted(computed, key=lambda pair: (pair[0] is None, pair[0].first_node if pair[0] is not None else 0))
-    tracked.owners = [call for call, _ in order]
-    tracked.names = [name for _, name in order]
+    tracked.owners = tuple([call for call, _ in order])
+    tracked.names = tuple([name for _, name in order])
 
 
 def _blame(tracked: Tracked, owner: Call | None) -> tuple[str, str, str, Call | None]:

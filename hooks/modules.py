@@ -282,7 +282,7 @@ class ModuleHooks:
             if is_data:
                 site = Site(Phase.BATCH, call.root, call.path, slot, call.occurrence, call.is_eval)
                 events = builder.add_tensor(site, tensor)
-                builder.top.inputs += events
+                builder.top.inputs += tuple(events)
             elif self._is_deep:
                 site = Site(call.phase, call.root, call.path, slot, call.occurrence, call.is_eval)
                 known = builder.recorded(tensor)
@@ -290,7 +290,7 @@ class ModuleHooks:
                 events = builder.add_again(site, tensor, above.group, sources)
             else:
                 continue
-            call.inputs += events
+            call.inputs += tuple(events)
             if self._is_deep:
                 builder.remember(tensor, events)
                 if tensor.requires_grad:
@@ -307,7 +307,7 @@ class ModuleHooks:
             for slot, tensor in outputs:
                 site = Site(call.phase, call.root, call.path, slot, call.occurrence, call.is_eval)
                 events = builder.add_again(site, tensor, call.group, sources)
-                call.outputs += events
+                call.outputs += tuple(events)
                 builder.remember(tensor, events)
                 if tensor.grad_fn is not None:
                     self._recorder.gradients.track_output(builder, call, slot, tensor)

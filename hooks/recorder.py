@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from bitcheck.errors import BitcheckError, RecordingError, UsageError
-from bitcheck.events import Level, Phase, Site, StepKind
+from bitcheck.events import Group, Level, Phase, Site, StepKind
 from bitcheck.hooks.collectives import CollectiveHooks
 from bitcheck.hooks.dynamo import on_error, paused
 from bitcheck.hooks.gradients import GradientHooks
@@ -89,6 +89,8 @@ class Recorder:
         self._trouble: BitcheckError | None = None
         self._writer: StepWriter | None = None
         self._digesters: dict[torch.device, Digester] = {}
+        self._known: dict[Site | Group, Site | Group] = {}
+        """Sites and groups, the same objects in every step."""
         self._tracked: dict[str, Trackable | Callable[[], Any]] = {}
         self._forward_order: dict[int, int] = {}
         self._lock = threading.RLock()
@@ -318,7 +320,7 @@ class Recorder:
         return (first is None or step >= first) and (last is None or step < last) and step % self._every == 0
 
     def _new_step(self, step: int) -> StepBuilder:
-        builder = StepBuilder(step, StepKind.STEP, self._is_kept(step), self._digesters)
+        builder = StepBuilder(step, StepKind.STEP, self._is_kept(step), self._digesters, self._known)
         if (ops := self.ops) is not None:
             builder.writers = lambda tensor: ops.writers(builder, tensor)[1]
         if self.collectives is not None:
@@ -373,7 +375,7 @@ class Recorder:
     def _begin_initial(self, builder: StepBuilder) -> None:
         if self._has_initial or not builder.is_kept:
             return
-        self._initial = StepBuilder(builder.step - 1, StepKind.INITIAL, True, self._digesters)
+        self._initial = StepBuilder(builder.step - 1, StepKind.INITIAL, True, self._digesters, self._known)
         self._take_state(self._initial, self._has_initial)
         self._has_initial.add(("", "", ""))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,11 +35,18 @@ UNREAD = bytes(16)
 """In place of the digest of a tensor that could not be read; it is counted as unobserved."""
 
 
+_MAX_KNOWN = 131_072
+"""Sites and groups that are used again from step to step; beyond it they are made anew."""
+Named = TypeVar("Named", Site, Group)
+
+
 class Call:
     """One call of a module: what went in and came out, as indices into the step's events."""
 
-    __slots__ = ("children", "first_node", "group", "inputs", "is_eval", "last_node", "occurrence", "outputs", "parent",
-                 "path", "phase", "received", "root", "thread")  # fmt: skip
+    __slots__ = (
+        "_received", "children", "first_node", "group", "inputs", "is_eval", "last_node", "occurrence", "outputs",
+        "parent", "path", "phase", "root", "thread",
+    )  # fmt: skip
 
     def __init__(self, phase: Phase, root: str, path: str, is_eval: bool, parent: Call | None) -> None:
         self.phase = phase
@@ -49,12 +56,11 @@ class Call:
         self.parent = parent
         self.occurrence = 0
         self.group = -1
-        self.inputs: list[int] = []
-        self.children: list[int] = []
+        self.inputs: tuple[int, ...] = ()
+        self.children: tuple[int, ...] = ()
         """Outputs of the calls that finished within this one."""
-        self.outputs: list[int] = []
-        self.received: list[int] = []
-        """What collectives gave while it ran, and no call within it."""
+        self.outputs: tuple[int, ...] = ()
+        self._received: list[int] | None = None
         self.first_node = self.last_node = 0
         """The range of autograd sequence numbers that its thread drew while it ran."""
         self.thread = 0
@@ -63,12 +69,19 @@ class Call:
         """Return everything observed of what it computed from and to."""
         return [*self.inputs, *self.children, *self.outputs]
 
+    @property
+    def received(self) -> list[int]:
+        """What collectives gave while it ran, and no call within it; to be added to."""
+        if self._received is None:
+            self._received = []
+        return self._received
+
     def heard(self) -> list[int]:
         """Return what collectives gave in it and in the calls around it: gathered parameters, what other ranks hold."""
         found: list[int] = []
         call: Call | None = self
         while call is not None:
-            found += call.received
+            found += call._received or ()
             call = call.parent
         return found
 
@@ -76,7 +89,14 @@ class Call:
 class StepBuilder:
     """Collects the events of one step on one rank."""
 
-    def __init__(self, step: int, kind: StepKind, is_kept: bool, digesters: dict[torch.device, Digester]) -> None:
+    def __init__(
+        self,
+        step: int,
+        kind: StepKind,
+        is_kept: bool,
+        digesters: dict[torch.device, Digester],
+        known: dict[Site | Group, Site | Group] | None = None,
+    ) -> None:
         self.record = StepColumns(step, kind)
         self.is_kept = is_kept
         """A step outside `--steps` and `--every` only counts."""
@@ -102,6 +122,7 @@ class StepBuilder:
         self.recomputed: dict[tuple[str, str], list[int]] = {}
         """Events of recomputed calls, by module."""
         self._digesters = digesters
+        self._known = known if known is not None else {}
         self._counts: dict[tuple[Phase, str, str, str, bool], int] = {}
         self._tickets: dict[int, Ticket] = {}
         self._unsettled: set[int] = set()
@@ -134,13 +155,19 @@ class StepBuilder:
             return self.add_tensor(site, tensor, group, inputs)
         record, known = self.record, held[2][0]
         index = record.add(
-            site, record.dtypes[known], record.shapes[known], record.num_bytes[known], record.digests[known],
-            record.leaves[known], group, tuple(inputs),
+            self._same(site), record.dtypes[known], record.shapes[known], record.num_bytes[known],
+            record.digests[known], record.leaves[known], group, tuple(inputs),
         )  # fmt: skip
         ticket = self._tickets.get(known)
         if ticket is not None:
             self._tickets[index] = ticket
         return [index]
+
+    def _same(self, value: Named) -> Named:
+        """Return the object that stood for an equal site or group before: no new one outlives the call."""
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        return self._known.setdefault(value, value)  # type: ignore[return-value]
 
     @property
     def step(self) -> int:
@@ -156,7 +183,7 @@ class StepBuilder:
 
     def add_group(self, kind: str, root: str, path: str, op: str, parent: int = -1) -> int:
         """Open a computation and return its number."""
-        self.record.groups.append(Group(kind, root, path, op, parent))
+        self.record.groups.append(self._same(Group(kind, root, path, op, parent)))
         return len(self.record.groups) - 1
 
     def miss(self, sentence: str, count: int = 1) -> None:
@@ -211,7 +238,7 @@ class StepBuilder:
                     continue
                 plain = digest_plain(tensor)
                 if plain is not None:
-                    added.append(record.add(site, *plain, group, sources))
+                    added.append(record.add(self._same(site), *plain, group, sources))
                     continue
                 for suffix, part in tensor_parts(tensor):
                     own = site._replace(slot=site.slot + suffix) if suffix else site
@@ -222,7 +249,10 @@ class StepBuilder:
                         self._digester(part.device).check(part)
                         waiting.setdefault(part.device, []).append((len(record), part))
                     shape = tuple(part.shape)
-                    added.append(record.add(own, dtype_name(part), shape, part.nbytes, digest, leaves, group, sources))
+                    index = record.add(
+                        self._same(own), dtype_name(part), shape, part.nbytes, digest, leaves, group, sources
+                    )
+                    added.append(index)
                     if where := placement_text(tensor):
                         record.placements[added[-1]] = where
             except DigestError as error:
@@ -246,7 +276,7 @@ class StepBuilder:
             own = site._replace(slot=site.slot + suffix) if suffix else site
             if isinstance(part, PlainValue):
                 digest, leaves = digest_value(part)
-                index = self.record.add(own, part.dtype, part.shape, len(part.data), digest, leaves, group)
+                index = self.record.add(self._same(own), part.dtype, part.shape, len(part.data), digest, leaves, group)
                 self.record.values[index] = part.text
                 added.append(index)
             else:
@@ -258,14 +288,16 @@ class StepBuilder:
         if not self.is_kept:
             return []
         digest, leaves = digest_bytes("uint8", (data.size,), data)
-        return [self.record.add(site, "uint8", (data.size,), data.size, digest, leaves, group)]
+        return [self.record.add(self._same(site), "uint8", (data.size,), data.size, digest, leaves, group)]
 
     def reserve(self, site: Site, tensor: torch.Tensor, group: int, inputs: Iterable[int]) -> list[int]:
         """Give a strided tensor that is still being written its place; `settle` reads it."""
         if not self.is_kept:
             return []
         shape = tuple(tensor.shape)
-        index = self.record.add(site, dtype_name(tensor), shape, tensor.nbytes, UNREAD, b"", group, tuple(inputs))
+        index = self.record.add(
+            self._same(site), dtype_name(tensor), shape, tensor.nbytes, UNREAD, b"", group, tuple(inputs)
+        )
         self._unsettled.add(index)
         return [index]
 
