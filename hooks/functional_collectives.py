@@ -4,10 +4,14 @@ They are operators (`_c10d_functional.all_reduce`) that give a new tensor, in fl
 is called with it or with a view of it. Whoever calls them, Python, C++ or a compiled graph, PyTorch's
 dispatcher runs a kernel that serves every kind of device; ours goes before it and calls it. So nothing
 that is traced or compiled is any different.
+
+PyTorch's kernel is called through the dispatcher, which lets go of the interpreter's lock: while it
+waits for a lock of gloo's, a thread of gloo's may wait for the interpreter's, to free what was sent.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,6 +45,8 @@ OPERATORS = {
 """Operator -> (what it is called in a site, does it reduce)."""
 PAIRWISE = ("isend", "irecv", "batch_p2p_ops")
 KEYS = ("CPU", "CUDA")
+_ANYWHERE = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse3)
+"""A kind of device that nobody has and we put no kernel before: what runs there is PyTorch's own kernel."""
 
 
 class FunctionalCollectives:
@@ -52,22 +58,22 @@ class FunctionalCollectives:
         self._library: Any = None
 
     def install(self) -> None:
-        """Put our kernels before PyTorch's; where this PyTorch has no way to call those, nothing is seen."""
-        if not hasattr(torch.library, "get_kernel") or not hasattr(torch.ops, NAMESPACE):
+        """Put our kernels before PyTorch's."""
+        if not hasattr(torch.ops, NAMESPACE):
             return
         self._library = torch.library.Library(NAMESPACE, "IMPL")
         for name in (*OPERATORS, *PAIRWISE, WAIT):
             try:
-                schema = getattr(getattr(torch.ops, NAMESPACE), name).default._schema
+                operator = getattr(getattr(torch.ops, NAMESPACE), name).default
             except AttributeError:
                 continue  # another version's
-            names = [argument.name for argument in schema.arguments]
+            names = [argument.name for argument in operator._schema.arguments]
+            execute = functools.partial(operator.redispatch, _ANYWHERE)
+            observed = self._observed_wait(execute) if name == WAIT else self._observed(name, names, execute)
             for key in KEYS:
-                kernel = torch.library.get_kernel(f"{NAMESPACE}::{name}", key)
-                observed = self._observed_wait() if name == WAIT else self._observed(name, names, kernel)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    self._library.impl(name, observed, key, with_keyset=True, allow_override=True)
+                    self._library.impl(name, observed, key, allow_override=True)
 
     def remove(self) -> None:
         """Take our kernels away."""
@@ -75,29 +81,24 @@ class FunctionalCollectives:
             self._library._destroy()
             self._library = None
 
-    def _observed(self, name: str, names: Sequence[str], kernel: Any) -> Callable[..., Any]:
+    def _observed(self, name: str, names: Sequence[str], execute: Callable[..., Any]) -> Callable[..., Any]:
         collectives = self._collectives
 
-        def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             if not collectives.sees():
-                return kernel.call_boxed(keys, *args, **kwargs)
+                return execute(*args, **kwargs)
             with collectives.alone():
                 begun = self._begin(name, dict(zip(names, args, strict=False)) | kwargs)
-                result = kernel.call_boxed(keys, *args, **kwargs)
+                result = execute(*args, **kwargs)
                 if begun is not None:
                     self._end(begun, result)
                 return result
 
         return run
 
-    def _observed_wait(self) -> Callable[..., Any]:
-        # PyTorch's kernel by way of a device that nobody has, and so not ours. It waits, so it must not be called with
-        # the interpreter's lock held, which a thread of gloo's may need to let go of the tensors that it sent.
-        wait = getattr(torch.ops, NAMESPACE).wait_tensor.default.redispatch
-        other = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse3)
-
-        def run(keys: Any, tensor: torch.Tensor) -> Any:
-            result = wait(other, tensor)
+    def _observed_wait(self, execute: Callable[..., Any]) -> Callable[..., Any]:
+        def run(tensor: torch.Tensor) -> Any:
+            result = execute(tensor)
             self._settle(tensor)
             return result
 
