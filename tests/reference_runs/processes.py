@@ -17,6 +17,10 @@ import torch
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["bitcheck.reference_runs.train", "tests.reference_runs.processes"])
 TIMEOUT_S = 100.0
+PORTS = "TEST_PORTS"
+"""The variable that holds the ports at which further process groups of a rank can meet."""
+MAX_GROUPS = 4
+"""Process groups that a rank may begin, one after the other."""
 
 
 def run_on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -25,13 +29,12 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) 
     `function` is a module's own, and what it takes and gives can be pickled. Raises AssertionError with the
     first rank's error where one failed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    ports = find_free_ports(MAX_GROUPS)
     ends, processes = [], []
     for rank in range(num_ranks):
         ours, theirs = _CONTEXT.Pipe(duplex=False)
-        variables = {"RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        variables = {"RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ports[0]}
+        variables[PORTS] = ",".join(map(str, ports[1:]))
         process = _CONTEXT.Process(target=_call, args=(theirs, variables, function, arguments), daemon=True)
         process.start()
         theirs.close()
@@ -49,6 +52,25 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) 
     for rank, (_, error) in enumerate(answers):
         assert error is None, f"rank {rank}: {error}"
     return [value for value, _ in answers]
+
+
+def find_free_ports(count: int) -> list[int]:
+    """Return numbers of ports that nobody listens on now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def meet_elsewhere() -> None:
+    """In a rank: let the next process group meet at another port.
+
+    A rank that is early would meet at the store of the group before, which another rank still serves, and find
+    the addresses there at which nobody listens any more.
+    """
+    first, _, rest = os.environ[PORTS].partition(",")
+    os.environ["MASTER_PORT"], os.environ[PORTS] = first, rest
 
 
 def _receive(end: Connection, rank: int) -> tuple[Any, str | None]:

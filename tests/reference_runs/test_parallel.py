@@ -27,7 +27,7 @@ from bitcheck.reference_runs.sharded import digests_of
 from bitcheck.reference_runs.switches import Switches
 from bitcheck.reference_runs.train import Options, StepReport, Trainer, train
 from bitcheck.run import open_run
-from tests.reference_runs.processes import run_on_ranks
+from tests.reference_runs.processes import meet_elsewhere, run_on_ranks
 
 NANO = get_config("nano")
 # Four micro-batches: enough for four ranks, or for the four stages of a pipeline of two.
@@ -69,7 +69,11 @@ def run(text: Text, options: Options, config: Any = CONFIG) -> tuple[State, list
 
 def run_all(text: Text, options: Options, *more: Options) -> list[tuple[State, list[float], float]]:
     """Train one time after the other in the same processes."""
-    return [run(text, each) for each in (options, *more)]
+    results = [run(text, options)]
+    for each in more:
+        meet_elsewhere()
+        results.append(run(text, each))
+    return results
 
 
 def whole(states: list[State]) -> State:
@@ -218,6 +222,8 @@ def test_a_pipeline_repeats_itself_resumed_too(text: Text, tmp_path: Path) -> No
 def record_around(text: Text, options: Options, *resumed: Options) -> None:
     """Record each training from outside, as `bitcheck run` does: the recorder is told of no model."""
     for number, each in enumerate((options, *resumed)):
+        if number:
+            meet_elsewhere()
         with bitcheck.record(each.out / f"run-{number}", level="module"):
             run(text, each)
 
