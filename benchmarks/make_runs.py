@@ -147,8 +147,8 @@ def main() -> None:
     make_run(runs[-1], args, templates, differ)
     shutil.rmtree(recorded)
     size = sum(path.stat().st_size for run in runs for path in run.iterdir())
-    print(f"made {len(runs)} run(s) of {args.ranks} ranks x {args.steps} steps x {args.events} events, {size / 1e9:.1f} GB, "
-          f"in {time.perf_counter() - started:.1f} s")  # fmt: skip
+    print(f"made {len(runs)} run(s) of {args.ranks} ranks x {args.steps} steps x {args.events} events, "
+          f"{size / 1e9:.1f} GB, in {time.perf_counter() - started:.1f} s")  # fmt: skip
     if args.replicated:
         return
 
