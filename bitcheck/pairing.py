@@ -55,7 +55,9 @@ class StepPair:
         shared = np.flatnonzero(standing == Standing.EQUAL)
         ours = np.asarray(self.baseline.digests)[self.baseline_index[shared]]
         theirs = np.asarray(self.candidate.digests)[self.candidate_index[shared]]
-        standing[shared[(ours != theirs).any(axis=1)]] = Standing.DIFFERS
+        differs = (ours != theirs).any(axis=1)
+        differs &= ours.any(axis=1) & theirs.any(axis=1)  # of what is UNREAD in either run nothing can be said
+        standing[shared[differs]] = Standing.DIFFERS
         return standing
 
     def ignore(self, unwanted: Callable[[Site, int], bool]) -> list[Site]:

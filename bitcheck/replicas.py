@@ -25,7 +25,7 @@ import numpy as np
 from bitcheck.answer import RunFacts
 from bitcheck.digest import differing_elements
 from bitcheck.errors import UsageError
-from bitcheck.events import Phase, StepKind
+from bitcheck.events import Phase, Site, StepKind
 from bitcheck.explain import format_ranks
 from bitcheck.naming import Naming
 from bitcheck.replica_causes import Evidence, explain_replicas, explain_rest
@@ -191,7 +191,8 @@ class _Look:
             step, event = self._holder(site_key)
             site = step.sites[event]
             num_holders = sum(len(ranks) for digest, ranks in contents.items() if digest is not None)
-            if num_holders == 1 and site.phase in _MAY_BE_PARTITIONED:
+            is_shared_out = num_holders == 1 and site.phase in _MAY_BE_PARTITIONED
+            if is_shared_out and (site_key in ignored or not self._parameter_differs(site)):
                 num_ignored += site_key not in ignored
                 ignored.add(site_key)
                 continue
@@ -203,6 +204,12 @@ class _Look:
             evidence = Evidence.of(differing, self.steps, self.naming)
             found.evidence = evidence._replace(has_before=self.key != self.group.begins)
         return found
+
+    def _parameter_differs(self, site: Site) -> bool:
+        """Whether the parameter that a gradient or a state belongs to parted too: then no optimizer shares it out."""
+        key = Site(Phase.PARAM, site.root, site.path, "value").key
+        rows = [(kind, kind.places.get(key)) for kind in self.kinds]
+        return len({kind.digests[row].tobytes() for kind, row in rows if row is not None}) > 1
 
     def _distinct(self) -> Iterable[_Kind]:
         """Yield one kind for each set of sites, the most frequent first."""

@@ -196,7 +196,12 @@ class CollectiveHooks:
 
     def sees(self) -> bool:
         """Whether a collective that is begun now, by this thread, is to be recorded."""
-        return not self._local.depth and self._recorder.is_active and not torch.compiler.is_dynamo_compiling()
+        if self._local.depth or not self._recorder.is_active or torch.compiler.is_dynamo_compiling():
+            return False
+        if not self._recorder.trains_here():  # a checkpoint that is saved in the background: when it runs is chance
+            self._recorder.current.miss("collectives of threads that do not train")
+            return False
+        return True
 
     def alone(self) -> _Alone:
         """Return a context in which collectives are parts of one that is recorded."""
@@ -242,6 +247,7 @@ class CollectiveHooks:
         """Record what this rank contributes to a collective; None where its step is not kept."""
         recorder = self._recorder
         builder = recorder.between_steps() if recorder.optimizers.running is None else recorder.current
+        self.completions.settle_complete()
         if not builder.is_kept or (is_pairwise and is_rehearsal()):
             return None
         call = recorder.modules.current

@@ -8,6 +8,7 @@ while it was in flight: a module that passes on a tensor which is still being wr
 from __future__ import annotations
 
 import functools
+import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,6 +31,18 @@ class Promised(NamedTuple):
     results: list[tuple[int, torch.Tensor]]
 
 
+class _Flight:
+    """A storage that collectives are writing."""
+
+    __slots__ = ("num_works", "promises")
+
+    def __init__(self) -> None:
+        self.num_works = 0
+        """Works under way that write it; none where a functional collective does."""
+        self.promises: list[Promised] = []
+        """What was recorded of it meanwhile."""
+
+
 class Completions:
     """Reads the results of one recorder's collectives when they are there."""
 
@@ -39,8 +52,12 @@ class Completions:
         """Identity of a work -> the work and what it promises."""
         self._coalesced: dict[int, list[Promised]] = {}
         """Identity of a group that is coalescing -> what was begun."""
-        self.flying: dict[int, list[Promised]] = {}
-        """Storage that a collective is writing -> what else was recorded of it meanwhile."""
+        self._futures: dict[int, tuple[Any, Any]] = {}
+        """Identity of a future -> the future and the pending work that it was taken of."""
+        self.flying: dict[int, _Flight] = {}
+        """Storage -> the collectives that write it. Steps hold this very dict."""
+        self._lock = threading.RLock()
+        """A thread of gloo's calls back where a program took a work's future."""
 
     def install(self, patches: Patches) -> None:
         """See works being waited for."""
@@ -51,11 +68,14 @@ class Completions:
             patches.replace(work, name, self._waiting)
         patches.replace(work, "is_completed", self._asking)
         patches.replace(work, "get_future", self._promising)
+        for name in ("wait", "value", "done"):
+            patches.replace(torch._C.Future, name, self._taking)
 
     def clear(self) -> None:
         """Forget everything."""
         self._pending.clear()
         self._coalesced.clear()
+        self._futures.clear()
         self.flying.clear()
 
     # --- what is promised
@@ -65,24 +85,29 @@ class Completions:
         for _, tensor in promised.results:
             storage = storage_id(tensor)
             if storage is not None:
-                self.flying.setdefault(storage, [])
+                self.flying.setdefault(storage, _Flight())
 
     def expect(self, promised: Promised) -> None:
         """Read what was promised when somebody waits for its memory."""
         for event, tensor in promised.results:
             storage = storage_id(tensor)
             if storage is not None:
-                self.flying.setdefault(storage, []).append(Promised(promised.builder, [(event, tensor)]))
+                flight = self.flying.setdefault(storage, _Flight())
+                flight.promises.append(Promised(promised.builder, [(event, tensor)]))
 
     def await_work(self, group: Any, work: Any, promised: Promised) -> None:
         """Read what was promised when somebody waits for a work; at once where there is none to wait for."""
         waiting = self._coalesced.get(id(group))
         if waiting is not None:
             waiting.append(promised)
-        elif isinstance(work, torch._C._distributed_c10d.Work):
-            self._pending.setdefault(id(work), (work, []))[1].append(promised)
-        else:
-            self._settle(promised)
+            return
+        with self._lock:
+            for flight in self._flights(promised):
+                flight.num_works += 1
+            if isinstance(work, torch._C._distributed_c10d.Work):
+                self._pending.setdefault(id(work), (work, []))[1].append(promised)
+            else:
+                self._settle(promised)
 
     def awaited(
         self, builder: StepBuilder, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]
@@ -92,43 +117,70 @@ class Completions:
             return None
         inner = _written(tensor)
         storage = storage_id(inner)
-        promises = self.flying.get(storage) if storage is not None else None
-        if promises is None:
-            return None
-        events = builder.reserve(site, inner, group, inputs)
-        promises.append(Promised(builder, [(event, inner) for event in events]))
-        return events
+        with self._lock:
+            flight = self.flying.get(storage) if storage is not None else None
+            if flight is None:
+                return None
+            events = builder.reserve(site, inner, group, inputs)
+            flight.promises.append(Promised(builder, [(event, inner) for event in events]))
+            return events
 
     # --- what is there
 
+    def _flights(self, promised: Promised) -> list[_Flight]:
+        """Return the flights of the storages that a work writes, each once."""
+        storages = dict.fromkeys(storage_id(tensor) for _, tensor in promised.results)
+        return [self.flying.setdefault(storage, _Flight()) for storage in storages if storage is not None]
+
     def _settle(self, promised: Promised) -> None:
+        """Read what a work has written, and what else was recorded of the memory where no other still writes it."""
+        flights = self._flights(promised)
         for event, tensor in promised.results:
             if self._recorder.is_active:
                 promised.builder.settle(event, tensor)
-            self.land(tensor)
+        for flight in flights:
+            flight.num_works -= 1
+        for _, tensor in promised.results:
+            storage = storage_id(tensor)
+            if storage is not None and storage in self.flying and self.flying[storage].num_works <= 0:
+                self.land(tensor)
 
     def land(self, tensor: torch.Tensor) -> None:
         """Read what was recorded of a tensor's memory while a collective, which is complete, was writing it."""
         storage = storage_id(tensor) if self.flying else None
-        for promised in self.flying.pop(storage, ()) if storage is not None else ():
-            for event, other in promised.results:
-                if self._recorder.is_active:
-                    promised.builder.settle(event, other)
+        if storage is None:
+            return
+        with self._lock:
+            flight = self.flying.pop(storage, None)
+            for promised in flight.promises if flight is not None else ():
+                for event, other in promised.results:
+                    if self._recorder.is_active:
+                        promised.builder.settle(event, other)
 
     @paused
     def _settle_work(self, work: Any) -> None:
-        held = self._pending.pop(id(work), None)
-        for promised in held[1] if held is not None else ():
-            self._settle(promised)
+        with self._lock:
+            held = self._pending.pop(id(work), None)
+            for promised in held[1] if held is not None else ():
+                self._settle(promised)
+            for key in [key for key, (_, own) in self._futures.items() if own is work]:
+                del self._futures[key]
+
+    def settle_complete(self) -> None:
+        """Read what is complete though nobody has waited for it yet, and let go of it."""
+        with self._lock:
+            for work, _ in list(self._pending.values()):
+                work.is_completed()  # which reads it
 
     def close(self, builder: StepBuilder) -> None:
-        """Let go of what nobody waited for in a step that ends."""
-        self._pending = {
-            key: (work, kept) for key, (work, promises) in self._pending.items() if (kept := _others(promises, builder))
-        }
-        self.flying = {
-            storage: kept for storage, promises in self.flying.items() if (kept := _others(promises, builder))
-        }
+        """Let go of what a step that ends was promised; what a work still writes the next step does not read either."""
+        with self._lock:
+            self.settle_complete()
+            for storage, flight in list(self.flying.items()):
+                flight.promises = [promised for promised in flight.promises if promised.builder is not builder]
+                if not flight.promises and flight.num_works <= 0:
+                    del self.flying[storage]
+            builder.close()
 
     # --- a work
 
@@ -156,13 +208,14 @@ class Completions:
         return is_completed
 
     def _promising(self, original: Function) -> Function:
-        """Whoever takes the future of a work may never wait for the work: its results are read first of all."""
+        """Whoever takes a work's future may never wait for the work: the future's first callback reads its results."""
 
         @functools.wraps(original)
         @skip_frame
         def get_future(own: Any) -> Any:
             future = original(own)
             if id(own) in self._pending:
+                self._futures[id(future)] = future, own
                 if self._is_on_host(own):
                     future.add_done_callback(lambda _: self._settle_work(own))
                 elif in_backward():
@@ -170,6 +223,23 @@ class Completions:
             return future
 
         return get_future
+
+    def _taking(self, original: Function) -> Function:
+        """A future wakes whoever waits for it before it calls back, so what it stands for is read by both, once."""
+
+        @functools.wraps(original)
+        @skip_frame
+        def take(own: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(own, *args, **kwargs)
+            held = self._futures.get(id(own))
+            if held is not None and held[0] is own and result is not False:  # `done` may say no
+                self._settle_work(held[1])
+            elif held is None and self._futures:
+                with self._lock:  # one that follows from it: whoever is reading comes first
+                    pass
+            return result
+
+        return take
 
     def _settle_after_backward(self, work: Any) -> None:
         """Read a device's results when backward ends, after what others have put there has run, which waits."""
@@ -206,10 +276,6 @@ class Completions:
     def _end_coalesced(self, own: Any, work: Any) -> None:
         for promised in self._coalesced.pop(id(own), []):
             self.await_work(own, work, promised)
-
-
-def _others(promises: list[Promised], builder: StepBuilder) -> list[Promised]:
-    return [promised for promised in promises if promised.builder is not builder]
 
 
 def _written(tensor: Any) -> torch.Tensor:

@@ -401,7 +401,6 @@ class Recorder:
             self.ops.forget()
 
     def _submit(self, builder: StepBuilder) -> None:
-        builder.close()
         if self.collectives is not None:
             self.collectives.close(builder)
         if self._writer is None:

@@ -88,9 +88,10 @@ def stages_in_call() -> list[tuple[Any, int]]:
     for _ in range(MAX_FRAMES):
         if schedules is None or frame is None:
             break
-        stages = getattr(frame.f_locals.get("self"), "_stages", None)
-        if frame.f_code.co_filename == schedules.__file__ and isinstance(stages, list):
-            return [(stage.submod, stage.stage_index) for stage in stages]
+        if frame.f_code.co_filename == schedules.__file__:  # no other frame is looked into: that would keep its locals
+            stages = getattr(frame.f_locals.get("self"), "_stages", None)
+            if isinstance(stages, list):
+                return [(stage.submod, stage.stage_index) for stage in stages]
         frame = frame.f_back
     return []
 

@@ -361,6 +361,16 @@ def test_what_only_one_run_did_is_told_where_it_may_have_shifted_the_data(fault:
     assert (f"Besides, only the baseline has {skipped} in this step" in answer.explanation) == is_told
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_what_could_not_be_read_in_one_run_differs_from_nothing(step: int) -> None:
+    baseline, candidate = make_run(), make_run(faults=[(0, 2, "forward/blocks.1:out")] if step == 2 else [])
+    unread = next(event for event in candidate.steps[0][2].events if event.site.phase is Phase.FORWARD)
+    unread.digest = bytes(16)
+    answer = diff_runs(baseline, candidate)
+    expected = None if step == 1 else "forward/blocks.1:out"
+    assert (answer.first and answer.first.site) == expected
+
+
 def test_the_state_of_a_module_that_the_other_run_has_not_called_is_a_note() -> None:
     baseline, candidate = make_run(), make_run()
     for record in candidate.steps[0][2:4]:

@@ -162,6 +162,16 @@ def test_a_gradient_that_one_rank_lacks_is_a_difference(tmp_path: Path) -> None:
     assert "rank 1 lacks grad/" in answer.explanation
 
 
+def test_a_gradient_that_one_rank_of_two_lacks_is_the_cause_of_a_parameter_that_parts(tmp_path: Path) -> None:
+    def lose(rank: int, record: StepRecord) -> None:
+        if rank == 1 and record.step == 2:
+            record.events = [e for e in record.events if e.site.text(with_root=False) != GRAD]
+
+    run = replicated_run(level="state", num_ranks=2, edit=lose, changes=[(1, 2, WEIGHT)])
+    answer = check(tmp_path, run)
+    assert (answer.cause, answer.first is not None and answer.first.site) == (ReplicaCause.COLLECTIVE, GRAD)
+
+
 def test_optimizer_states_that_are_divided_among_ranks_are_no_copies(tmp_path: Path) -> None:
     def divide(rank: int, record: StepRecord) -> None:
         mine = PARAMETERS[rank % len(PARAMETERS)] if rank < len(PARAMETERS) else None

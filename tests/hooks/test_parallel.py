@@ -11,8 +11,11 @@ import sys
 import textwrap
 from pathlib import Path
 
+import torch
+
 from bitcheck.diff import diff_runs
 from bitcheck.events import Phase, StepKind
+from bitcheck.hooks.tensors import digest_tensor
 from bitcheck.placements import parse_placement
 from bitcheck.run import Run, open_run
 from bitcheck.store import LoadedStep
@@ -209,5 +212,72 @@ KILLED = """
         if sys.argv[1] == "cut" and dist.get_rank() == 1 and step == 3:
             active_recorder().drain()  # steps 0 to 2 are on the disk
             os.kill(os.getpid(), signal.SIGKILL)
+    dist.destroy_process_group()
+"""
+
+
+def test_what_is_in_flight_is_read_when_it_is_there_in_every_step(tmp_path: Path) -> None:
+    """A module gives a tensor that a collective still writes; tensors change when their futures were waited for."""
+    (tmp_path / "job.py").write_text(textwrap.dedent(IN_FLIGHT))
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", *launcher, "job.py"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    with open_run(tmp_path / "a") as baseline, open_run(tmp_path / "b") as candidate:
+        answer = diff_runs(baseline, candidate)
+        assert (answer.verdict, answer.compared.steps) == ("identical", 3), answer.explanation
+        assert set(answer.unobserved) == {"collectives of threads that do not train"}
+        for rank in (0, 1):
+            for number in range(3):
+                loaded = step(baseline, rank, number)
+                digests = {site.text(False): loaded.digests[i].tobytes() for i, site in enumerate(loaded.sites)}
+                assert digests["forward/Model:out.1"] == digests["comm/all_reduce.sum.world:out.0"], "of the whole sum"
+                for index in range(20):
+                    reduced = digest_tensor(torch.full((16,), 2 * index + 1.0))[0]
+                    assert digests[f"comm/all_reduce.sum.world:out.0#{index + 1}"] == reduced
+
+
+IN_FLIGHT = """
+    import threading, time
+    import torch
+    import torch.distributed as dist
+    import bitcheck
+    from torch import nn
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    background = dist.new_group()
+
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.fc(x)
+            z = y.detach().clone()
+            time.sleep(0.2 * rank)
+            self.work = dist.all_reduce(z, async_op=True)
+            return y, z
+
+
+    for name in "ab":
+        torch.manual_seed(rank)
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with bitcheck.record(name, model, optimizer):
+            for step in range(3):
+                save = threading.Thread(target=dist.all_reduce, args=(torch.ones(3), dist.ReduceOp.SUM, background))
+                save.start()
+                y, z = model(torch.ones(2, 4))
+                y.square().mean().backward()
+                model.work.wait()
+                for index in range(20):
+                    t = torch.full((16,), float(rank + index))
+                    dist.all_reduce(t, async_op=True).get_future().wait()
+                    t.div_(2)
+                save.join()
+                optimizer.step()
+                optimizer.zero_grad()
     dist.destroy_process_group()
 """
