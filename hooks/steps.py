@@ -198,6 +198,10 @@ class StepBuilder:
 
         Without `add_writers`, `inputs` are all that it was computed from, also at level `op`.
         """
+        if self.is_kept and not self.flying and not (add_writers and self.writers is not None):
+            plain = digest_plain(tensor)  # the short way for what nearly every tensor is
+            if plain is not None:
+                return [self.record.add(self._same(site), *plain, group, tuple(inputs))]
         return self.add_tensors([(site, tensor)], group, inputs, add_writers)
 
     def add_computed(self, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]) -> Sequence[int]:
