@@ -29,12 +29,12 @@ from torch.utils.checkpoint import checkpoint
 
 from bitcheck.answer import Answer
 from bitcheck.diff import diff_runs
-from bitcheck.events import Level, StepColumns, StepRecord
+from bitcheck.events import Level, StepRecord
 from bitcheck.hooks.dynamo import UnseenMode, is_quiet
 from bitcheck.hooks.modules import named_tensors
 from bitcheck.hooks.op_schema import OpFacts, facts_of, named_arguments
 from bitcheck.hooks.recorder import Recorder
-from bitcheck.memory import MemoryRun
+from bitcheck.memory import MemoryRun, MemoryStore
 
 STEPS, FAULTY_STEP = 3, 1
 WANTED = 40
@@ -138,17 +138,6 @@ class Model(nn.Module):
         return logits
 
 
-class _Memory:
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    def append(self, record: StepColumns) -> None:
-        self.records.append(record.to_record())
-
-    def close(self, status: str) -> None:
-        pass
-
-
 def record(fault: Fault | None = None, is_armed: bool = False) -> list[StepRecord]:
     """Train for three steps and return what was recorded."""
     torch.manual_seed(7)
@@ -156,7 +145,7 @@ def record(fault: Fault | None = None, is_armed: bool = False) -> list[StepRecor
     muon = torch.optim.SGD([*model.table.parameters(), *model.conv.parameters()], lr=0.05, momentum=0.9, nesterov=True)
     rest = [parameter for name, parameter in model.named_parameters() if not name.startswith(("table", "conv"))]
     adam = torch.optim.AdamW(rest, lr=0.01, foreach=False)
-    memory = _Memory()
+    memory = MemoryStore()
     recorder = Recorder(lambda: memory, level=Level.OP)
     injector = Injector(fault, is_armed)
     with injector:

@@ -35,9 +35,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from bitcheck.answer import Answer
 from bitcheck.diff import diff_runs
-from bitcheck.events import Level, StepColumns, StepRecord
+from bitcheck.events import Level, StepRecord
 from bitcheck.hooks.recorder import Recorder
-from bitcheck.memory import MemoryRun
+from bitcheck.memory import MemoryRun, MemoryStore
 
 PROGRAMS = "tests.hooks.parallel_programs"
 """The module that has the programs."""
@@ -278,21 +278,10 @@ def flip(tensor: torch.Tensor) -> None:
     flat[(tensor.storage_offset() + tensor.numel() // 2) * tensor.element_size()] ^= 1
 
 
-class _Memory:
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    def append(self, record: StepColumns) -> None:
-        self.records.append(record.to_record())
-
-    def close(self, status: str) -> None:
-        pass
-
-
 def record(program: str, fault: Fault | None = None, is_armed: bool = False) -> tuple[list[StepRecord], int]:
     """Train on this rank; return what was recorded, and how many bits were changed."""
     torch.manual_seed(7)
-    memory = _Memory()
+    memory = MemoryStore()
     recorder = Recorder(lambda: memory, level=Level.MODULE, is_strict=True)
     injector = Injector(fault, is_armed, recorder)
     injector.begin()

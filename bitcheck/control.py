@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from bitcheck.replica_groups import Selector, parse_group
 from bitcheck.replicas import check_replicas
 from bitcheck.replicas_answer import ReplicaVerdict
 from bitcheck.run import Run, create_run, open_run, rank_path, update_run
-from bitcheck.store import RankWriter
+from bitcheck.store import LoadedStep, RankWriter
 
 _MAX_BUFFER_BYTES = 64 * 1024
 
@@ -131,25 +131,18 @@ def _choose_copy(run: Run, groups: Sequence[str], exceptions: Sequence[str]) -> 
     """Return (rank, row, index of an event) of a tensor that another rank holds too."""
     draw = random.Random(run.run_id)
     selector = Selector(True, [parse_group(text, run.world_size) for text in groups], exceptions)
-    ranks = list(run.ranks)
-    draw.shuffle(ranks)
-    for rank in ranks:
-        reader = run.rank(rank)
-        rows = np.flatnonzero(reader.table["kind"] == int(StepKind.STEP)).tolist()
-        draw.shuffle(rows)
-        for row in rows[:64]:
-            step = reader.load(row)
-            found = [
-                event
-                for selection in selector.select(rank, step.layout, step.meta).values()
-                for events in selection.events
-                for event in events.tolist()
-                if step.num_bytes[event] > 0
-            ]
-            # Gradients and optimizer states may be divided among ranks: one that no other rank holds is no copy.
-            parameters = [event for event in found if step.sites[event].phase is Phase.PARAM]
-            if found:
-                return rank, row, draw.choice(sorted(parameters or found))
+    for rank, row, step in _draw_steps(run, draw):
+        found = [
+            event
+            for selection in selector.select(rank, step.layout, step.meta).values()
+            for events in selection.events
+            for event in events.tolist()
+            if step.num_bytes[event] > 0
+        ]
+        # Gradients and optimizer states may be divided among ranks: one that no other rank holds is no copy.
+        parameters = [event for event in found if step.sites[event].phase is Phase.PARAM]
+        if found:
+            return rank, row, draw.choice(sorted(parameters or found))
     raise ValueError("no rank holds a copy of anything in a whole step")
 
 
@@ -161,6 +154,19 @@ def _is_planted(first: Any, record: StepRecord, rank: int, event: int) -> bool:
 def _choose_gradient(run: Run) -> tuple[int, int, int]:
     """Return (rank, row, index of a `grad` event) of a whole step."""
     draw = random.Random(run.run_id)
+    for rank, row, step in _draw_steps(run, draw):
+        gradients = [
+            index
+            for index, site in enumerate(step.sites)
+            if site.phase is Phase.GRAD and not site.is_eval and step.num_bytes[index] > 0
+        ]
+        if gradients:
+            return rank, row, draw.choice(gradients)
+    raise ValueError("no gradient was recorded")
+
+
+def _draw_steps(run: Run, draw: random.Random) -> Iterator[tuple[int, int, LoadedStep]]:
+    """Yield (rank, row, step) of whole steps in an order that is drawn, at most 64 of a rank."""
     ranks = list(run.ranks)
     draw.shuffle(ranks)
     for rank in ranks:
@@ -168,15 +174,7 @@ def _choose_gradient(run: Run) -> tuple[int, int, int]:
         rows = np.flatnonzero(reader.table["kind"] == int(StepKind.STEP)).tolist()
         draw.shuffle(rows)
         for row in rows[:64]:
-            step = reader.load(row)
-            gradients = [
-                index
-                for index, site in enumerate(step.sites)
-                if site.phase is Phase.GRAD and not site.is_eval and step.num_bytes[index] > 0
-            ]
-            if gradients:
-                return rank, row, draw.choice(gradients)
-    raise ValueError("no gradient was recorded")
+            yield rank, row, reader.load(row)
 
 
 def _copy_step(run: Run, step: int, folder: Path, flip: tuple[int, int] | None = None) -> None:

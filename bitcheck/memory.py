@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bitcheck.digest import xxh3_128
-from bitcheck.events import PHASES, STATE_PHASES, Event, Group, Level, Phase, Site, StepKind, StepRecord
+from bitcheck.events import PHASES, STATE_PHASES, Event, Group, Level, Phase, Site, StepColumns, StepKind, StepRecord
 from bitcheck.views import TAIL
 
 TABLE = np.dtype(
@@ -33,6 +33,20 @@ TABLE = np.dtype(
     ]
 )
 """The columns of a rank's table that the diff reads."""
+
+
+class MemoryStore:
+    """Takes the steps of a recorder, as a rank's file does, and keeps them as records."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    def append(self, record: StepColumns) -> None:
+        """Keep one step."""
+        self.records.append(record.to_record())
+
+    def close(self, status: str) -> None:
+        """Do nothing."""
 
 
 class MemoryStep:

@@ -17,8 +17,8 @@ from bitcheck.events import Site
 from bitcheck.hooks.dynamo import paused, skip_frame
 from bitcheck.hooks.modules import in_backward
 from bitcheck.hooks.patches import Function, Patches
-from bitcheck.hooks.sharding import storage_id
 from bitcheck.hooks.steps import StepBuilder
+from bitcheck.hooks.tensors import storage_id
 
 if TYPE_CHECKING:
     from bitcheck.hooks.recorder import Recorder

@@ -33,14 +33,6 @@ if TYPE_CHECKING:
 MAX_FRAMES = 24
 
 
-def storage_id(tensor: torch.Tensor) -> int | None:
-    """Return what identifies a tensor's storage, None for a tensor that has none of its own."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return None
-
-
 def placement_text(tensor: Any) -> str:
     """Return where a DTensor lies (see `bitcheck.placements`), "" for any other tensor."""
     spec = getattr(tensor, "_spec", None)

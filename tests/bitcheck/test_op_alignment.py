@@ -14,9 +14,9 @@ from torch import nn
 from bitcheck import op_alignment
 from bitcheck.attribution import attribute_step
 from bitcheck.diff import diff_runs
-from bitcheck.events import Event, Group, Level, Phase, Site, StepColumns, StepKind, StepRecord
+from bitcheck.events import Event, Group, Level, Phase, Site, StepKind, StepRecord
 from bitcheck.hooks.recorder import Recorder
-from bitcheck.memory import MemoryRun, MemoryStep
+from bitcheck.memory import MemoryRun, MemoryStep, MemoryStore
 from bitcheck.op_alignment import common_subsequence
 from bitcheck.pairing import StepPair
 from tests.bitcheck.made_up_runs import digest_of
@@ -164,17 +164,6 @@ def test_swapping_the_runs_swaps_the_pairs_alone(first: list[int], second: list[
 # ---------------------------------------------------------------- a recorded program
 
 
-class _Memory:
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    def append(self, record: StepColumns) -> None:
-        self.records.append(record.to_record())
-
-    def close(self, status: str) -> None:
-        pass
-
-
 class Net(nn.Module):
     def __init__(self, extra: bool) -> None:
         super().__init__()
@@ -190,7 +179,7 @@ class Net(nn.Module):
 
 def record(extra: bool) -> MemoryRun:
     torch.manual_seed(0)
-    memory = _Memory()
+    memory = MemoryStore()
     net = Net(extra)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     x = torch.randn(3, 4)

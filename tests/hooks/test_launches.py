@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from bitcheck.diff import diff_runs
-from bitcheck.events import Level, StepColumns, StepRecord
+from bitcheck.events import Level, StepRecord
 from bitcheck.hooks.recorder import Recorder
 from bitcheck.hooks.scan import ScanRecorder, _Nowhere
-from bitcheck.memory import MemoryRun
+from bitcheck.memory import MemoryRun, MemoryStore
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 if not torch.cuda.is_available():
@@ -49,17 +49,6 @@ class Net(nn.Module):
         return h + scale(h.detach())
 
 
-class _Memory:
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    def append(self, record: StepColumns) -> None:
-        self.records.append(record.to_record())
-
-    def close(self, status: str) -> None:
-        pass
-
-
 def train(recorder: Recorder, forward_alone: bool = False) -> None:
     torch.manual_seed(0)
     net = Net().to(DEVICE)
@@ -75,7 +64,7 @@ def train(recorder: Recorder, forward_alone: bool = False) -> None:
 
 
 def record() -> tuple[MemoryRun, list[StepRecord]]:
-    memory = _Memory()
+    memory = MemoryStore()
     train(Recorder(lambda: memory, level=Level.OP))
     run = MemoryRun({0: memory.records}, level=Level.OP, status="complete", environment={}, info={"digest_version": 1})
     return run, memory.records
@@ -146,7 +135,7 @@ def test_scan_launches_a_kernel_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_operations_of_other_threads_are_counted_as_unobserved() -> None:
-    memory = _Memory()
+    memory = MemoryStore()
     recorder = Recorder(lambda: memory, level=Level.OP)
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

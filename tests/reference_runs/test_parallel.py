@@ -25,8 +25,9 @@ from bitcheck.reference_runs.pipeline import layers_of_stages
 from bitcheck.reference_runs.reduce import sum_ordered
 from bitcheck.reference_runs.sharded import digests_of
 from bitcheck.reference_runs.switches import Switches
-from bitcheck.reference_runs.train import Options, StepReport, Trainer, train
+from bitcheck.reference_runs.train import Options, Trainer, train
 from bitcheck.run import open_run
+from tests.reference_runs.listeners import Silent
 from tests.reference_runs.processes import meet_elsewhere, run_on_ranks
 
 NANO = get_config("nano")
@@ -34,20 +35,6 @@ NANO = get_config("nano")
 CONFIG = replace(NANO, data=replace(NANO.data, seq_len=16, sequences=4, micro_batches=4, fim_rate=0.5))
 TWO_ROUNDS = replace(CONFIG, data=replace(CONFIG.data, micro_batches=8))
 NATIVE = Switches.from_options(settings=["comm.reduce=native"])
-
-
-class Silent:
-    """Follows a run and keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.reports: list[StepReport] = []
-        self.checkpoints: list[Path] = []
-
-    def on_step(self, report: StepReport) -> None:
-        self.reports.append(report)
-
-    def on_checkpoint(self, path: Path) -> None:
-        self.checkpoints.append(path)
 
 
 State = dict[str, str]

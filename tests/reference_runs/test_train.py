@@ -16,24 +16,11 @@ import torch
 from bitcheck.reference_runs.configs import Config, get_config
 from bitcheck.reference_runs.data import Text
 from bitcheck.reference_runs.switches import TABLE, Switches
-from bitcheck.reference_runs.train import Options, StepReport, Trainer, deterministic_algorithms, state_digests, train
+from bitcheck.reference_runs.train import Options, Trainer, deterministic_algorithms, state_digests, train
+from tests.reference_runs.listeners import Silent
 
 NANO = get_config("nano")
 HYBRID = get_config("nano-hybrid")
-
-
-class Silent:
-    """Follows a run and keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.reports: list[StepReport] = []
-        self.checkpoints: list[Path] = []
-
-    def on_step(self, report: StepReport) -> None:
-        self.reports.append(report)
-
-    def on_checkpoint(self, path: Path) -> None:
-        self.checkpoints.append(path)
 
 
 def end_state(text: Text, config: Config = NANO, **options: Any) -> dict[str, str]:
