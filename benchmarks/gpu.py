@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import importlib.metadata
 import statistics
 import tempfile
 import time
@@ -21,7 +22,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import nn
 from torch.utils._debug_mode import DebugMode
 
@@ -85,11 +85,23 @@ class GPT(nn.Module):
 class Job:
     """The training that is measured; every variant trains it on."""
 
-    def __init__(self, layers: int = 16, batch: int = 4, length: int = 2048) -> None:
+    def __init__(
+        self,
+        layers: int = 16,
+        batch: int = 4,
+        length: int = 2048,
+        *,
+        width: int = 2048,
+        vocabulary: int = 32_000,
+        device: str | torch.device = "cuda",
+        data_seed: int = 0,
+        wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    ) -> None:
         torch.manual_seed(0)
-        with torch.device("cuda"):
-            self.model = GPT(layers, 2048, 16, length, 32_000).to(torch.bfloat16)
-            self.data = torch.randint(0, 32_000, (8, batch, length + 1))
+        with torch.device(device):
+            self.model = wrap(GPT(layers, width, 16, length, vocabulary).to(torch.bfloat16))
+            torch.manual_seed(data_seed)
+            self.data = torch.randint(0, vocabulary, (8, batch, length + 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     def step(self, micro_batches: int = 1) -> None:
@@ -110,11 +122,11 @@ class Job:
 class RecordedJob:
     """The job under a recorder of one level, attached for this variant's blocks only."""
 
-    def __init__(self, job: Job, level: Level, folder: Path) -> None:
-        self.job, self.path = job, folder / f"{level}.h5"
+    def __init__(self, job: Job, level: Level, folder: Path, rank: int = 0, world_size: int = 1) -> None:
+        self.job, self.path = job, folder / f"{level}-{rank}.h5"
         self.recorder = Recorder(
             lambda: RankWriter(
-                self.path, rank=0, world_size=1, level=level, run_id="gpu", leaf_limit_bytes=2**20
+                self.path, rank=rank, world_size=world_size, level=level, run_id="gpu", leaf_limit_bytes=2**20
             ),
             level=level,
             on_trouble=_give_up,
@@ -159,17 +171,25 @@ def debug_block(job: Job, steps: int, micro_batches: int, kind: str) -> None:
             job.step(micro_batches)
 
 
+def wait_for_device() -> None:
+    """Wait for what was given to a GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def timed(run: Callable[[], None]) -> float:
     """Return the seconds that `run` takes, the device's work included."""
-    torch.cuda.synchronize()
+    wait_for_device()
     began = time.perf_counter()
     run()
-    torch.cuda.synchronize()
+    wait_for_device()
     return time.perf_counter() - began
 
 
 def copy_bandwidth() -> float:
     """Return what a device-to-device copy moves, bytes read and written a second."""
+    import triton
+
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     took = float(triton.testing.do_bench(lambda: target.copy_(source), return_mode="median"))
@@ -256,7 +276,8 @@ def main() -> None:
         lines = [
             f"# Recording on {torch.cuda.get_device_name()}: what a step costs\n",
             f"`python -m benchmarks.gpu --rounds {options.rounds} --steps {options.steps} --layers {options.layers}`  ",
-            f"torch {torch.__version__}, Triton {triton.__version__}, bitcheck {bitcheck.__version__}; "
+            f"torch {torch.__version__}, Triton {importlib.metadata.version('triton')}, "
+            f"bitcheck {bitcheck.__version__}; "
             f"{count / 1e6:.0f} M parameters, bfloat16, fused AdamW; device copy {bandwidth / 1e12:.2f} TB/s",
         ]
         recorded = {level: RecordedJob(job, level, Path(scratch)) for level in Level}
