@@ -96,6 +96,14 @@ def digest_from_leaves(dtype: str, shape: Sequence[int], num_bytes: int, leaves:
     return xxh3_128(digest_header(dtype, tuple(shape), num_bytes) + leaves)
 
 
+def begin_digest(dtype: str, shape: Sequence[int], num_bytes: int) -> xxhash.xxh3_128:
+    """Return the hash of a tensor whose leaf digests are still to come: `update` it with them, in order.
+
+    Its `digest()` then equals `digest_from_leaves`.
+    """
+    return xxhash.xxh3_128(digest_header(dtype, tuple(shape), num_bytes))
+
+
 def digest_memory(dtype: str, shape: tuple[int, ...], address: int, num_bytes: int) -> tuple[bytes, bytes]:
     """Return (digest, leaf digests) of a tensor that lies at `address`, contiguous; 1 byte at least.
 

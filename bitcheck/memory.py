@@ -38,6 +38,8 @@ TABLE = np.dtype(
 class MemoryStore:
     """Takes the steps of a recorder, as a rank's file does, and keeps them as records."""
 
+    leaf_limit_bytes: int | None = None
+
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
 

@@ -255,6 +255,8 @@ class Attachment:
 class _Nowhere:
     """Takes the steps of a process whose rank another process records; there are none."""
 
+    leaf_limit_bytes: int | None = 0
+
     def append(self, record: StepColumns) -> None:
         """Drop a step."""
 

@@ -2,15 +2,16 @@
 
     training thread                  the tensor's stream     side stream          writer's thread
     submit_many(tensors) -> tickets  kernel: leaf digests
-                                     into a ring     ------> copy to the host --> ticket.resolve()
-    tensor.add_(1), del tensor       runs after that                              digest of the leaves
+                                     into a ring     ------> copy to the host --> digest of the leaves
+    tensor.add_(1), del tensor       runs after that                              ticket.resolve()
 
 The kernel is launched on the stream that is current, so it reads a tensor's bits as they are between the
 operation before and the one after; that the tensor is overwritten or freed next does not matter, because
 the caching allocator hands memory on in the same stream order. Nothing keeps a tensor alive and
 no stream is recorded on it: the recorded program's memory is what it is without recording.
 
-Only leaf digests, a thousandth of the data, go to the host (`kernels/ring.py`).
+Only leaf digests, a thousandth of the data, go to the host (`kernels/ring.py`), where the writer's thread
+takes them as they arrive: a step of a large model has hundreds of MiB of them, too many to be kept to its end.
 
 A tensor that is not contiguous is brought to row-major order piece by piece in a scratch buffer. Place in
 the flow: tensor -> *digest* -> event; `bitcheck.digest` is the definition, `kernels/` the hash.
@@ -19,17 +20,18 @@ the flow: tensor -> *digest* -> event; `bitcheck.digest` is the definition, `ker
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from bitcheck.digest import DIGEST_BYTES, LEAF_BYTES, digest_from_leaves, num_leaves
+from bitcheck.digest import DIGEST_BYTES, LEAF_BYTES, begin_digest, num_leaves
 from bitcheck.errors import DigestError
 from bitcheck.hooks.kernels.cuda import CudaQueue
 from bitcheck.hooks.kernels.layout import address_of, as_transposed, as_words, row_blocks
-from bitcheck.hooks.kernels.ring import Part, Ring
+from bitcheck.hooks.kernels.ring import Flight, Ring
 from bitcheck.hooks.tensors import Digest, digest_tensor
 
 RING_LEAVES = 2 * 1024 * 1024
@@ -57,7 +59,22 @@ class Ticket(Protocol):
     """A digest that may still be under way."""
 
     def resolve(self) -> Digest:
-        """Wait for and return (digest, leaf digests). Raises DigestError where the device has failed."""
+        """Wait for and return (digest, leaf digests); b"" for leaf digests that are not kept.
+
+        Raises DigestError where the device has failed.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What whoever records asks of a digester."""
+
+    keeps_leaves: Callable[[int], bool] = lambda num_bytes: True
+    """Whether leaf digests of a tensor of so many bytes are kept; asked when they arrive."""
+    on_departure: Callable[[Callable[[], None]], None] = lambda land: None
+    """Called, in the training thread, whenever leaf digests leave the device; `land` waits for them and takes them,
+    and raises DigestError where the device has failed. Who calls it in a thread of its own spares the training thread
+    that work."""
 
 
 class Digester(Protocol):
@@ -76,7 +93,7 @@ class Digester(Protocol):
         """Set everything submitted on its way to the host; a ticket that is resolved does so itself."""
 
 
-def open_digester(device: torch.device) -> Digester:
+def open_digester(device: torch.device, wishes: Wishes = Wishes()) -> Digester:
     """Return what digests tensors of `device`: its own kernels where it has them, else the CPU.
 
     That the CPU has to do it is logged, once for each device, for it is slower: the tensors' bytes
@@ -88,7 +105,7 @@ def open_digester(device: torch.device) -> Digester:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise DigestError(_CAPTURING)
     try:
-        return _open_device_digester(device)
+        return _open_device_digester(device, wishes)
     except ImportError:
         reason = "Triton is not installed"
     except Exception as error:  # noqa: BLE001  no C compiler, no room, an old driver: the training must go on
@@ -97,14 +114,14 @@ def open_digester(device: torch.device) -> Digester:
     return HostDigester()
 
 
-def _open_device_digester(device: torch.device) -> DeviceDigester:
+def _open_device_digester(device: torch.device, wishes: Wishes) -> DeviceDigester:
     # triton is optional, and importing it takes a while
     from bitcheck.hooks.kernels.launch import LeafKernels
 
     queue = CudaQueue(device)
     with queue.current(), queue.aside():
         kernels = LeafKernels(queue.device)
-    return DeviceDigester(queue, kernels)
+    return DeviceDigester(queue, kernels, wishes=wishes)
 
 
 class HostDigester:
@@ -138,20 +155,56 @@ class _Known:
 class DeviceTicket:
     """A digest whose leaves are computed on a device."""
 
-    __slots__ = ("_dtype", "_num_bytes", "_ring", "_shape", "parts")
+    __slots__ = (
+        "_digest",
+        "_dtype",
+        "_hash",
+        "_leaves",
+        "_missing",
+        "_num_bytes",
+        "_ring",
+        "_shape",
+        "_wishes",
+        "flight",
+    )
 
-    def __init__(self, ring: Ring, dtype: torch.dtype, shape: torch.Size, num_bytes: int) -> None:
+    def __init__(self, ring: Ring, wishes: Wishes, dtype: torch.dtype, shape: torch.Size, num_bytes: int) -> None:
         self._ring = ring
+        self._wishes = wishes
         self._dtype = dtype
         self._shape = shape
         self._num_bytes = num_bytes
-        self.parts: tuple[Part, ...] = ()
+        self._missing = num_leaves(num_bytes) * DIGEST_BYTES
+        self._hash: Any = None
+        self._leaves = b""
+        self._digest: bytes | None = None
+        self.flight: Flight | None = None
+        """With which its last leaves go to the host."""
+
+    def receive(self, leaves: memoryview) -> None:
+        """Take the next leaf digests, 16 bytes each."""
+        if self._hash is None:
+            self._hash = begin_digest(str(self._dtype).removeprefix("torch."), self._shape, self._num_bytes)
+        self._hash.update(leaves)
+        if self._wishes.keeps_leaves(self._num_bytes):
+            self._leaves += leaves
+        self._missing -= len(leaves)
+        if not self._missing:
+            self._digest, self._hash = self._hash.digest(), None
+
+    def is_known(self) -> bool:
+        """Say whether all leaves have arrived."""
+        return self._digest is not None
 
     def resolve(self) -> Digest:
         """Wait for and return (digest, leaf digests). Raises DigestError where the device has failed."""
-        leaves = b"".join(map(self._ring.read, self.parts))
-        dtype = str(self._dtype).removeprefix("torch.")
-        return digest_from_leaves(dtype, self._shape, self._num_bytes, leaves), leaves
+        if self.flight is None and self._digest is None:
+            self.receive(memoryview(b""))  # an empty tensor
+        while self._digest is None:
+            if self.flight is not None and self.flight.number < 0:
+                self._ring.flush()
+            self._ring.land(self.is_known)
+        return self._digest, self._leaves
 
 
 class _Pieces:
@@ -204,14 +257,16 @@ class DeviceDigester:
         kernels: Kernels,
         ring_leaves: int = RING_LEAVES,
         scratch_bytes: int = SCRATCH_BYTES,
+        wishes: Wishes = Wishes(),
     ) -> None:
         self._queue = queue
+        self._wishes = wishes
         self._kernels = kernels
         self._launch_leaves = ring_leaves // 4
         self._table_tensors = min(MAX_TABLE_TENSORS, ring_leaves // 8)
         self._scratch_stream: int | None = None
         with queue.current(), queue.aside():
-            self._ring = Ring(queue, ring_leaves)
+            self._ring = Ring(queue, ring_leaves, lambda: wishes.on_departure(self._land_one))
             self._scratch = queue.empty(scratch_bytes, torch.uint8)
             queue.synchronize()
         self._scratch_address = self._scratch.data_ptr()
@@ -246,7 +301,7 @@ class DeviceDigester:
         strided: list[tuple[DeviceTicket, torch.Tensor]] = []
         for tensor in tensors:  # in the training thread, some microseconds a tensor: hence so plain
             num_bytes = tensor.nbytes
-            ticket = DeviceTicket(self._ring, tensor.dtype, tensor.shape, num_bytes)
+            ticket = DeviceTicket(self._ring, self._wishes, tensor.dtype, tensor.shape, num_bytes)
             tickets.append(ticket)
             if num_bytes == 0:
                 continue
@@ -307,7 +362,8 @@ class DeviceDigester:
             pieces.tickets, pieces.addresses, pieces.sizes, counts, strict=True
         ):
             self._kernels.hash_one(address, num_bytes, self._ring.address(slot), stream)
-            ticket.parts += ((flight, slot - flight.start, count),)
+            flight.receivers.append((ticket, slot - flight.start, count))
+            ticket.flight = flight
             slot += count
 
     def _launch_table(self, pieces: _Pieces, stream: int) -> None:
@@ -325,7 +381,8 @@ class DeviceDigester:
         self._kernels.hash_table(self._ring.address(slot), num_tensors, leaves, out_address, stream)
         firsts += slot - flight.start + table_slots
         for ticket, first, count in zip(pieces.tickets, firsts.tolist(), counts.tolist(), strict=True):
-            ticket.parts += ((flight, first, count),)
+            flight.receivers.append((ticket, first, count))
+            ticket.flight = flight
 
     # --- tensors that are not contiguous
 
@@ -381,3 +438,6 @@ class DeviceDigester:
     def flush(self) -> None:
         """Send what was submitted on its way to the host, behind the streams that still compute it."""
         self._ring.flush()
+
+    def _land_one(self) -> None:
+        self._ring.land(lambda: False)

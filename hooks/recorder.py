@@ -20,7 +20,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,11 +36,8 @@ from bitcheck.hooks.ops import OpHooks
 from bitcheck.hooks.optimizers import OptimizerHooks
 from bitcheck.hooks.rng import generator_states
 from bitcheck.hooks.sharding import Sharding, stage_in_call, stages_in_call
-from bitcheck.hooks.steps import StepBuilder
+from bitcheck.hooks.steps import Digesters, StepBuilder
 from bitcheck.hooks.writer import StepWriter, Store
-
-if TYPE_CHECKING:
-    from bitcheck.hooks.device_digest import Digester
 
 Trackable = nn.Module | torch.Tensor | Mapping[str, Any] | list[Any] | tuple[Any, ...]
 
@@ -88,7 +85,8 @@ class Recorder:
         self._on_trouble = on_trouble or _tell
         self._trouble: BitcheckError | None = None
         self._writer: StepWriter | None = None
-        self._digesters: dict[torch.device, Digester] = {}
+        self._leaf_limit_bytes: int | None = None
+        self._digesters = Digesters(self._keeps_leaves, self._on_departure)
         self._known: dict[Site | Group, Site | Group] = {}
         """Sites and groups, the same objects in every step."""
         self._tracked: dict[str, Trackable | Callable[[], Any]] = {}
@@ -343,6 +341,7 @@ class Recorder:
             if self._is_strict:
                 raise
             return
+        self._leaf_limit_bytes = store.leaf_limit_bytes
         self._writer = StepWriter(store, self._fail)
         try:
             self._on_first_step()
@@ -350,6 +349,13 @@ class Recorder:
             self._fail(error)
             if self._is_strict:
                 raise
+
+    def _keeps_leaves(self, num_bytes: int) -> bool:
+        return self._leaf_limit_bytes is None or num_bytes <= self._leaf_limit_bytes
+
+    def _on_departure(self, land: Callable[[], None]) -> None:
+        if self._writer is not None:
+            self._writer.take(land)
 
     def _fail(self, error: BitcheckError) -> None:
         """Stop recording, let the training go on; called by the writer's thread."""

@@ -83,6 +83,8 @@ def begin_scan(settings: Settings) -> None:
 class _Nowhere:
     """Takes steps that hold nothing."""
 
+    leaf_limit_bytes: int | None = 0
+
     def append(self, record: StepColumns) -> None:
         """Drop a step."""
 
@@ -122,7 +124,7 @@ class ScanRecorder(Recorder):
 
     def _new_step(self, step: int) -> StepBuilder:
         blank = super()._new_step(step)
-        return _Blank(step, blank.record.kind, True, {})
+        return _Blank(step, blank.record.kind, True, self._digesters)
 
     def _begin_initial(self, builder: StepBuilder) -> None:
         pass

@@ -40,6 +40,21 @@ _MAX_KNOWN = 131_072
 Named = TypeVar("Named", Site, Group)
 
 
+class Digesters(dict[torch.device, "Digester"]):
+    """What digests a device's tensors, opened when it is asked for first; the arguments as `Wishes` has them."""
+
+    def __init__(self, keeps_leaves: Callable[[int], bool], on_departure: Callable[[Callable[[], None]], None]) -> None:
+        super().__init__()
+        self._keeps_leaves = keeps_leaves
+        self._on_departure = on_departure
+
+    def __missing__(self, device: torch.device) -> Digester:
+        from bitcheck.hooks.device_digest import Wishes, open_digester  # a program on the CPU never needs it
+
+        digester = self[device] = open_digester(device, Wishes(self._keeps_leaves, self._on_departure))
+        return digester
+
+
 class Call:
     """One call of a module: what went in and came out, as indices into the step's events."""
 
@@ -94,7 +109,7 @@ class StepBuilder:
         step: int,
         kind: StepKind,
         is_kept: bool,
-        digesters: dict[torch.device, Digester],
+        digesters: Digesters,
         known: dict[Site | Group, Site | Group] | None = None,
     ) -> None:
         self.record = StepColumns(step, kind)
@@ -250,7 +265,7 @@ class StepBuilder:
                     if part.is_cpu:
                         digest, leaves = digest_tensor(part)
                     else:
-                        self._digester(part.device).check(part)
+                        self._digesters[part.device].check(part)
                         waiting.setdefault(part.device, []).append((len(record), part))
                     shape = tuple(part.shape)
                     index = record.add(
@@ -262,7 +277,7 @@ class StepBuilder:
             except DigestError as error:
                 self.miss(f"{site.text(False)}: {error}")
         for device, parts in waiting.items():
-            tickets = self._digester(device).submit_many([part for _, part in parts])
+            tickets = self._digesters[device].submit_many([part for _, part in parts])
             self._tickets.update((index, ticket) for (index, _), ticket in zip(parts, tickets, strict=True))
         return added
 
@@ -314,8 +329,8 @@ class StepBuilder:
             if tensor.is_cpu:
                 self.record.digests[index], self.record.leaves[index] = digest_tensor(tensor)
             else:
-                self._digester(tensor.device).check(tensor)
-                self._tickets[index] = self._digester(tensor.device).submit_many([tensor])[0]
+                self._digesters[tensor.device].check(tensor)
+                self._tickets[index] = self._digesters[tensor.device].submit_many([tensor])[0]
         except DigestError as error:
             self.miss(f"{self.record.sites[index].text(False)}: {error}")
 
@@ -332,14 +347,6 @@ class StepBuilder:
             record.digests[index], record.leaves[index] = ticket.resolve()
         self._tickets.clear()
         return record
-
-    def _digester(self, device: torch.device) -> Digester:
-        digester = self._digesters.get(device)
-        if digester is None:
-            from bitcheck.hooks.device_digest import open_digester  # a program on the CPU never needs it
-
-            digester = self._digesters[device] = open_digester(device)
-        return digester
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -1,7 +1,7 @@
 """The thread that writes finished steps, so that a slow disk does not slow the training.
 
-A bounded queue: where the disk cannot keep up the training waits, nothing is lost. The first error
-stops the writing for good and is told once.
+Between steps it takes what devices send. Few steps may wait: where the disk cannot keep up the training does,
+nothing is lost. The first error stops the writing for good and is told once.
 """
 
 from __future__ import annotations
@@ -9,18 +9,22 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
-from bitcheck.errors import BitcheckError, RecordingError
+from bitcheck.errors import BitcheckError, DigestError, RecordingError
 from bitcheck.events import StepColumns
 from bitcheck.hooks.steps import StepBuilder
 
 MAX_WAITING_STEPS = 4
-"""Steps that may wait for the disk before the training does."""
+"""Steps that may wait for the disk, that being written among them, before the training does."""
 
 
 class Store(Protocol):
     """What a step is written to: `bitcheck.store.RankWriter`."""
+
+    leaf_limit_bytes: int | None
+    """Leaf digests are kept of tensors of up to so many bytes, of all where None."""
 
     def append(self, record: StepColumns) -> None:
         """Write one step and flush it."""
@@ -35,7 +39,8 @@ class StepWriter:
     def __init__(self, store: Store, on_error: Callable[[BitcheckError], None]) -> None:
         self._store = store
         self._on_error = on_error
-        self._queue: queue.Queue[StepBuilder | None] = queue.Queue(MAX_WAITING_STEPS)
+        self._queue: queue.Queue[StepBuilder | Callable[[], None] | None] = queue.Queue()
+        self._room = threading.Semaphore(MAX_WAITING_STEPS)
         self.error: BitcheckError | None = None
         self._late: list[StepBuilder] = []
         self._thread = threading.Thread(target=self._run, name="bitcheck-writer", daemon=True)
@@ -48,7 +53,12 @@ class StepWriter:
         if threading.current_thread() is self._thread:  # a model that is collected while a step is being written
             self._late.append(builder)
         else:
+            self._room.acquire()
             self._queue.put(builder)
+
+    def take(self, land: Callable[[], None]) -> None:
+        """Call `land`, which takes digests that a device has sent, in this thread, before the steps that come after."""
+        self._queue.put(land)
 
     def drain(self) -> None:
         """Wait until every step that was handed over is on the disk, or was given up."""
@@ -65,8 +75,13 @@ class StepWriter:
                 self._fail(error)
 
     def _run(self) -> None:
-        while (builder := self._queue.get()) is not None:
-            self._write(builder)
+        while (work := self._queue.get()) is not None:
+            if isinstance(work, StepBuilder):
+                self._write(work)
+                self._room.release()
+            elif self.error is None:
+                with suppress(DigestError):  # the step whose digests they are will tell
+                    work()
             while self._late:
                 self._write(self._late.pop(0))
             self._queue.task_done()

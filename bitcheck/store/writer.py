@@ -49,7 +49,7 @@ class RankWriter:
         self, path: Path, *, rank: int, world_size: int, level: Level, run_id: str, leaf_limit_bytes: int | None
     ) -> None:
         self.path = Path(path)
-        self._leaf_limit_bytes = leaf_limit_bytes
+        self.leaf_limit_bytes = leaf_limit_bytes
         header = {
             "schema": SCHEMA,
             "digest_version": DIGEST_VERSION,
@@ -170,7 +170,7 @@ class RankWriter:
         return RecordingError(self._failure)
 
     def _kept_leaves(self, record: StepColumns) -> list[bytes]:
-        limit = self._leaf_limit_bytes
+        limit = self.leaf_limit_bytes
         if limit is None:
             return record.leaves
         return [leaves if size <= limit else b"" for leaves, size in zip(record.leaves, record.num_bytes, strict=True)]

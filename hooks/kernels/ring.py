@@ -6,8 +6,9 @@
 A slot holds 16 bytes, on the device and at the same place in pinned memory. A *flight* is a run of slots
 that is copied to the host at once, on a side stream, behind the streams that still compute it. That it
 has landed is told by its number, copied after it over the same stream: to wait, a thread looks at memory
-and calls nothing of CUDA, which it must not do while the program captures a graph. Where the ring is full
-whoever needs room waits for the oldest flight: nothing is lost.
+and calls nothing of CUDA, which it must not do while the program captures a graph. Whoever lands a flight
+hands its leaf digests to those who wait for them, so that none is kept longer than that. Where the ring is
+full whoever needs room lands the oldest flight: nothing is lost.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
@@ -33,29 +35,37 @@ _NO_FUNCTION: Any = torch._C.DisableTorchFunction
 _NO_DISPATCH: Any = torch._C._DisableTorchDispatch
 
 
+class Receiver(Protocol):
+    """Who waits for leaf digests."""
+
+    def receive(self, leaves: memoryview) -> None:
+        """Take leaf digests, 16 bytes each; their memory is used again as soon as this returns."""
+
+
 class Flight:
     """Slots [start, end) of the ring, counted without end, that go to the host together."""
 
-    __slots__ = ("data", "end", "number", "start")
+    __slots__ = ("end", "number", "receivers", "start")
 
     def __init__(self, start: int) -> None:
         self.start = self.end = start
         self.number = -1
         """Its place among the flights that left; -1 while it is being filled."""
-        self.data: bytes | None = None
-
-
-Part = tuple[Flight, int, int]
-"""A flight, and which of its slots: the first, counted from the flight's own first, and how many."""
+        self.receivers: list[tuple[Receiver, int, int]] = []
+        """(who waits, for which slots: the first, counted from the flight's own first, and how many)."""
 
 
 class Ring:
-    """Slots of 16 bytes on a device, and the same number in pinned memory, allocated here and now."""
+    """Slots of 16 bytes on a device, and the same number in pinned memory, allocated here and now.
 
-    def __init__(self, queue: CudaQueue, num_slots: int) -> None:
+    `on_departure` is called after each flight's departure by whoever sent it, `lock` held.
+    """
+
+    def __init__(self, queue: CudaQueue, num_slots: int, on_departure: Callable[[], None] = lambda: None) -> None:
         self.lock = threading.RLock()
         """Held from `reserve` to `mark`, and to flush."""
         self._queue = queue
+        self._on_departure = on_departure
         self._landing = threading.Lock()
         """Held to wait for the oldest flight and to empty it; taken after `lock`, never before."""
         self._capacity = num_slots
@@ -72,6 +82,7 @@ class Ring:
         self._host = queue.pinned(num_slots * 2)
         self._landed = queue.pinned(1)
         self._host_words = self._host.numpy()
+        self._host_bytes = memoryview(self._host_words).cast("B")  # type: ignore[arg-type]
         self._landed_word = self._landed.numpy()
         self._address = self._slots.data_ptr()
 
@@ -104,9 +115,13 @@ class Ring:
             self.flush()
             self._head += -at % self._capacity
             self._filling = Flight(self._head)
-        while self._head + slots - self._tail > self._capacity or len(self._flights) >= MAX_FLIGHTS:
+
+        def has_room() -> bool:
+            return self._head + slots - self._tail <= self._capacity and len(self._flights) < MAX_FLIGHTS
+
+        while not has_room():
             self.flush()
-            if not self._land():
+            if not self.land(has_room):
                 self._tail = self._head
         flight = self._filling
         slot = self._head
@@ -130,25 +145,25 @@ class Ring:
             self._used.clear()
             self._flights.append(flight)
             self._filling = Flight(self._head)
+            self._on_departure()
 
-    def read(self, part: Part) -> bytes:
-        """Wait for and return leaf digests, 16 bytes each."""
-        flight, first, count = part
-        while flight.data is None:
-            if flight.number < 0:
-                self.flush()
-            self._land()
-        return flight.data[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]
+    def land(self, is_enough: Callable[[], bool]) -> bool:
+        """Wait for the oldest flight, hand out its leaf digests and free its slots; False where none is under way.
 
-    def _land(self) -> bool:
-        """Wait for the oldest flight and free its slots; False where none is under way."""
+        Returns at once where another thread's landing was enough. Raises DigestError where the device has failed.
+        """
         with self._landing:
+            if is_enough():
+                return True
             if not self._flights:
                 return False
             flight = self._flights[0]
             self._wait(flight.number)
-            at = 2 * (flight.start % self._capacity)
-            flight.data = self._host_words[at : at + 2 * (flight.end - flight.start)].tobytes()
+            at = flight.start % self._capacity
+            for receiver, first, count in flight.receivers:
+                start = (at + first) * DIGEST_BYTES
+                receiver.receive(self._host_bytes[start : start + count * DIGEST_BYTES])
+            flight.receivers.clear()
             self._tail = flight.end
             self._flights.popleft()
             return True

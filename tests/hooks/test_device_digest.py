@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitcheck.digest import LEAF_BYTES, digest_bytes, digest_leaves
 from bitcheck.errors import DigestError
-from bitcheck.hooks.device_digest import DeviceDigester, Digester, HostDigester, open_digester
+from bitcheck.hooks.device_digest import DeviceDigester, Digester, HostDigester, Wishes, open_digester
 from bitcheck.hooks.kernels.cuda import CudaQueue
 from bitcheck.hooks.tensors import dtype_name
 
@@ -178,10 +178,12 @@ class HostKernels:
 class OnHost:
     """A digester over the stand-in, small enough to be filled."""
 
-    def __init__(self, ring_leaves: int = 64, scratch_bytes: int = 3 * LEAF_BYTES) -> None:
+    def __init__(
+        self, ring_leaves: int = 64, scratch_bytes: int = 3 * LEAF_BYTES, wishes: Wishes | None = None
+    ) -> None:
         self.queue = HostQueue()
         self.kernels = HostKernels(self.queue)
-        self.digester = DeviceDigester(self.queue, self.kernels, ring_leaves, scratch_bytes)
+        self.digester = DeviceDigester(self.queue, self.kernels, ring_leaves, scratch_bytes, wishes or Wishes())
 
 
 @pytest.fixture
@@ -230,6 +232,36 @@ def test_a_full_ring_waits_and_loses_nothing(host: OnHost) -> None:
     for start, row in zip(range(0, 100, 3), tickets, strict=True):
         for tensor, ticket in zip(tensors[start:], row, strict=False):
             assert ticket.resolve() == expected_digest(tensor)
+
+
+def test_leaf_digests_that_nobody_keeps_are_dropped_as_they_arrive_and_the_digest_is_whole() -> None:
+    host = OnHost(wishes=Wishes(keeps_leaves=lambda num_bytes: num_bytes <= 2 * LEAF_BYTES))
+    tensors = [random_bytes(2 * LEAF_BYTES), random_bytes(2 * LEAF_BYTES + 1), random_bytes(100 * LEAF_BYTES)]
+    tickets = host.digester.submit_many(tensors)
+    expected = [expected_digest(tensor) for tensor in tensors]
+    assert [ticket.resolve() for ticket in tickets] == [
+        expected[0],
+        (expected[1][0], b""),
+        (expected[2][0], b""),  # of more leaves than the ring has: it came in several flights
+    ]
+
+
+def test_another_thread_takes_what_departs_so_that_the_training_thread_lands_nothing() -> None:
+    lands: list[Callable[[], None]] = []
+    host = OnHost(wishes=Wishes(on_departure=lands.append))
+    tensors = [random_bytes(LEAF_BYTES, seed) for seed in range(100)]
+    tickets = []
+    for tensor in tensors:
+        tickets += host.digester.submit_many([tensor])
+        while lands:
+            writer = threading.Thread(target=lands.pop())
+            writer.start()
+            writer.join()
+    host.digester.flush()
+    assert len(lands) == 1
+    lands.pop()()
+    host.queue.failed = True  # nothing lands any more: all is here already
+    assert [ticket.resolve() for ticket in tickets] == [expected_digest(tensor) for tensor in tensors]
 
 
 def test_a_flight_ends_where_the_ring_does(host: OnHost) -> None:
