@@ -277,7 +277,7 @@ class OpHooks(UnseenMode):
         group = sites.add_group(builder, where, facts)
         if self._capture is not None:
             self._save(self._capture, facts, where, occurrence, args, kwargs)
-        inputs: list[int] = []
+        read: list[tuple[Site, torch.Tensor, tuple[int, ...]]] = []
         written: list[tuple[str, torch.Tensor]] = []
         storages: set[int | None] = set()
         for name, tensor in tensors:
@@ -295,7 +295,8 @@ class OpHooks(UnseenMode):
             if not known and not self._is_state(builder, tensor):  # data, whichever phase reads it
                 number = builder.count(Phase.BATCH, where.root, where.path, site.slot, where.is_eval)
                 site = site._replace(phase=Phase.BATCH, occurrence=number)
-            inputs += builder.add_computed(site, tensor, group, writers)
+            read.append((site, tensor, writers))
+        inputs = [index for events in builder.add_all_computed(read, group) for index in events]
         if facts.draws:
             inputs += self._record_generator(
                 facts, where, occurrence, group, dict(named_arguments(facts, args, kwargs))
@@ -350,14 +351,17 @@ class OpHooks(UnseenMode):
     def _end(self, facts: OpFacts, opened: Opened, result: Any) -> None:
         builder, sites = opened.where.builder, opened.sites
         outputs = [("out", result)] if type(result) is torch.Tensor else list(named_tensors(result, "out"))
-        for slot, tensor in (*opened.written, *outputs):
-            is_new = slot.startswith("out")
-            if is_new and (not _has_bytes(tensor) or storage_id(tensor) in opened.storages):
-                continue
-            events = builder.add_computed(sites[slot], tensor, opened.group, opened.inputs)
+        gave = [
+            (slot, tensor)
+            for slot, tensor in outputs
+            if _has_bytes(tensor) and storage_id(tensor) not in opened.storages
+        ]
+        wrote = [*opened.written, *gave]
+        added = builder.add_all_computed([(sites[slot], tensor, opened.inputs) for slot, tensor in wrote], opened.group)
+        for number, ((_, tensor), events) in enumerate(zip(wrote, added, strict=True)):
             if opened.line:
                 builder.record.values.update(dict.fromkeys(events, opened.line))
-            self._note_write(builder, tensor, events, is_new)
+            self._note_write(builder, tensor, events, is_new=number >= len(opened.written))
 
     def _record_generator(
         self, facts: OpFacts, where: Location, occurrence: int, group: int, named: dict[str, Any]

@@ -101,6 +101,12 @@ class _Blank(StepBuilder):
         """Record nothing."""
         return []
 
+    def add_tensor(
+        self, site: Site, tensor: torch.Tensor, group: int = -1, inputs: Iterable[int] = (), add_writers: bool = True
+    ) -> list[int]:
+        """Record nothing."""
+        return []
+
     def add_again(self, site: Site, tensor: torch.Tensor, group: int, inputs: Iterable[int]) -> list[int]:
         """Record nothing."""
         return []

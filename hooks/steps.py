@@ -23,6 +23,7 @@ from bitcheck.hooks.tensors import (
     digest_tensor,
     digest_value,
     dtype_name,
+    plain_on_device,
     python_value_parts,
     tensor_parts,
 )
@@ -217,6 +218,10 @@ class StepBuilder:
             plain = digest_plain(tensor)  # the short way for what nearly every tensor is
             if plain is not None:
                 return [self.record.add(self._same(site), *plain, group, tuple(inputs))]
+            if tensor.is_cuda:
+                added = self._add_on_device([(self._same(site), tensor, tuple(inputs))], group)
+                if added is not None:
+                    return added
         return self.add_tensors([(site, tensor)], group, inputs, add_writers)
 
     def add_computed(self, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]) -> Sequence[int]:
@@ -225,7 +230,45 @@ class StepBuilder:
             plain = digest_plain(tensor)
             if plain is not None:
                 return (self.record.add(site, *plain, group, inputs),)
+            if tensor.is_cuda and (added := self._add_on_device([(site, tensor, inputs)], group)) is not None:
+                return added
         return self.add_tensors([(site, tensor)], group, inputs, add_writers=False)
+
+    def add_all_computed(
+        self, given: Sequence[tuple[Site, torch.Tensor, tuple[int, ...]]], group: int
+    ) -> list[Sequence[int]]:
+        """Do as `add_computed` for many, (site, tensor, inputs) each, and return the events of each.
+
+        On a device that is one launch.
+        """
+        if len(given) > 1 and given[0][1].is_cuda and self.is_kept and not self.flying:
+            added = self._add_on_device(given, group)
+            if added is not None:
+                return [(index,) for index in added]
+        return [self.add_computed(site, tensor, group, inputs) for site, tensor, inputs in given]
+
+    def _add_on_device(
+        self, given: Sequence[tuple[Site, torch.Tensor, tuple[int, ...]]], group: int
+    ) -> list[int] | None:
+        """Record plain tensors of one device, in one launch; None where they are not, or cannot be read."""
+        kinds, tensors = [], []
+        device = given[0][1].device
+        for _, tensor, _ in given:
+            kind = plain_on_device(tensor)
+            if kind is None or tensor.device != device:
+                return None
+            kinds.append(kind)
+            tensors.append(tensor)
+        try:
+            tickets = self._digesters[device].submit_many(tensors)
+        except DigestError:
+            return None  # which of them it is, and why, is found one by one
+        record, added = self.record, []
+        for (site, _, inputs), kind, ticket in zip(given, kinds, tickets, strict=True):
+            index = record.add(site, *kind, b"", b"", group, inputs)
+            self._tickets[index] = ticket
+            added.append(index)
+        return added
 
     def add_tensors(
         self,
@@ -258,6 +301,11 @@ class StepBuilder:
                 plain = digest_plain(tensor)
                 if plain is not None:
                     added.append(record.add(self._same(site), *plain, group, sources))
+                    continue
+                if (kind := plain_on_device(tensor)) is not None:
+                    self._digesters[tensor.device].check(tensor)
+                    added.append(record.add(self._same(site), *kind, b"", b"", group, sources))
+                    waiting.setdefault(tensor.device, []).append((added[-1], tensor))
                     continue
                 for suffix, part in tensor_parts(tensor):
                     own = site._replace(slot=site.slot + suffix) if suffix else site

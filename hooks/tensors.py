@@ -350,6 +350,19 @@ def digest_plain(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], int, bytes
     return name, shape, num_bytes, digest, leaves
 
 
+def plain_on_device(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], int] | None:
+    """Return (dtype's name, shape, bytes) of a CUDA tensor that is no more than its elements; None for any other.
+
+    As `digest_plain`, for what a digester of the device can take as it is.
+    """
+    if type(tensor) not in _PLAIN_TYPES or not tensor.is_cuda or tensor.layout is not torch.strided:
+        return None
+    name = _plain_dtypes.get(tensor.dtype)
+    if name is None or tensor.is_nested or _is_functorch(tensor):
+        return None
+    return name, tuple(tensor.shape), tensor.nbytes
+
+
 def digest_tensor(tensor: torch.Tensor) -> Digest:
     """Return (digest, leaf digests) of one strided piece as it is at this moment, any device.
 
