@@ -2,6 +2,7 @@
 
     comm/all_reduce.sum.world:in.0#3     this rank's contribution to the fourth such collective of the step
     comm/all_reduce.sum.world:out.0#3    its result, once it is complete
+    comm/all_gather_into_tensor.0,2.dp:out.0   in the group of ranks 0 and 2 along the mesh's dimension `dp`
     comm/send.0-1:in.0                   what rank 0 sent to rank 1, and on rank 1
     comm/send.0-1:out.0                  what it received
 
@@ -19,7 +20,6 @@ it: nothing is ever read while it is in flight, and nothing is waited for on the
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,13 +28,13 @@ import torch
 import torch.distributed as dist
 
 from bitcheck.events import Phase, Site
+from bitcheck.hooks.callers import fsdp_purpose, is_rehearsal, is_sending_objects
 from bitcheck.hooks.completion import Completions, Promised
 from bitcheck.hooks.dynamo import paused, quiet, skip_frame
 from bitcheck.hooks.functional_collectives import FunctionalCollectives
 from bitcheck.hooks.modules import in_backward
 from bitcheck.hooks.patches import Function, Patches
-from bitcheck.hooks.process_groups import group_name, process_group_ranks, reduction_name
-from bitcheck.hooks.sharding import is_rehearsal
+from bitcheck.hooks.process_groups import GroupNames, process_group_ranks, reduction_name
 from bitcheck.hooks.steps import Call, StepBuilder
 from bitcheck.roles import is_local_gradient
 
@@ -85,13 +85,6 @@ SHAPES = {
     "recv_anysource": Shape("receive_from_any", None, 0),
 }
 """The methods that are recorded; a version of PyTorch has some of them under one of two names."""
-OBJECT_COLLECTIVES = (
-    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
-    "recv_object_list", "monitored_barrier",
-)  # fmt: skip
-FSDP_COLLECTIVES = "_fsdp_collectives.py"
-"""Where FSDP gathers parameters and reduces gradients."""
-MAX_FRAMES = 12
 
 
 class Begun(NamedTuple):
@@ -131,6 +124,7 @@ class CollectiveHooks:
         self._recorder = recorder
         self._local = _Local()
         self._patches = Patches()
+        self.names = GroupNames()
         self.completions = Completions(recorder)
         self._functional = FunctionalCollectives(recorder, self)
 
@@ -141,11 +135,6 @@ class CollectiveHooks:
         if not dist.is_available():
             return
         replace = self._patches.replace
-        for name in OBJECT_COLLECTIVES:
-            original = getattr(dist, name, None)
-            for module in (dist.distributed_c10d, dist):
-                if original is not None and getattr(module, name, None) is original:
-                    replace(module, name, self._unobserved)
         kind = torch._C._distributed_c10d.ProcessGroup
         for name, shape in SHAPES.items():
             replace(kind, name, functools.partial(self._observed, shape))
@@ -160,20 +149,6 @@ class CollectiveHooks:
         self._functional.remove()
         self._patches.remove()
         self.completions.clear()
-
-    def _unobserved(self, original: Function) -> Function:
-        local = self._local
-
-        @functools.wraps(original)
-        @skip_frame
-        def run(*args: Any, **kwargs: Any) -> Any:
-            local.depth += 1
-            try:
-                return original(*args, **kwargs)
-            finally:
-                local.depth -= 1
-
-        return run
 
     # --- one collective
 
@@ -201,17 +176,23 @@ class CollectiveHooks:
         if not self._recorder.trains_here():  # a checkpoint that is saved in the background: when it runs is chance
             self._recorder.current.miss("collectives of threads that do not train")
             return False
-        return True
+        return not is_sending_objects()
 
     def alone(self) -> _Alone:
         """Return a context in which collectives are parts of one that is recorded."""
         return _Alone(self._local)
 
-    @paused
-    def _begin_method(self, shape: Shape, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Begun | None:
-        ranks = process_group_ranks(own)
+    def ranks_of(self, process_group: Any) -> list[int] | None:
+        """Return the global ranks of a process group; None, and counted, for one that is not known."""
+        ranks = process_group_ranks(process_group)
         if ranks is None:
             self._recorder.current.miss("collectives of process groups that torch.distributed does not know")
+        return ranks
+
+    @paused
+    def _begin_method(self, shape: Shape, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Begun | None:
+        ranks = self.ranks_of(own)
+        if ranks is None:
             return None
         options = next((value for value in (*args[1:], *kwargs.values()) if hasattr(value, "timeout")), None)
         reduction = getattr(options, "reduceOp", None)
@@ -226,10 +207,11 @@ class CollectiveHooks:
         if shape.is_pairwise:
             peer = ranks[int(args[1] if len(args) > 1 else kwargs.get("dstRank", kwargs.get("srcRank", 0)))]
             sender, receiver = (rank, peer) if shape.given is not None else (peer, rank)
-            path, op = f"send.{sender}-{receiver}", "send" if shape.given is not None else "recv"
+            path = f"send.{self.names.transfer_name(own, ranks, sender, receiver)}"
+            op = "send" if shape.given is not None else "recv"
         else:
             word = reduction_name(reduction) if shape.reduces else ""
-            path = ".".join(filter(None, (shape.word, word, group_name(ranks))))
+            path = ".".join(filter(None, (shape.word, word, self.names.name_of(own, ranks))))
             op = f"{shape.word}({word})" if word else shape.word
         given = list(_tensors(_argument(shape.given, args, kwargs))) if gives else []
         received = list(_tensors(_argument(shape.received, args, kwargs))) if gets else []
@@ -394,23 +376,10 @@ def _listener(builder: StepBuilder, call: Call | None, is_pairwise: bool) -> lis
         return call.received
     if not in_backward():
         return None if is_pairwise else builder.top.received
-    purpose = _fsdp_purpose()
+    purpose = fsdp_purpose()
     if purpose is None:
         return builder.received
     return builder.gathered if purpose == "gather" else None
-
-
-def _fsdp_purpose() -> str | None:
-    """Return whether FSDP `gather`s parameters or `reduce`s gradients here, None where it is not FSDP's doing."""
-    frame = sys._getframe(1)
-    for _ in range(MAX_FRAMES):
-        code = frame.f_code
-        if code.co_filename.endswith(FSDP_COLLECTIVES) and code.co_name.startswith("foreach_"):
-            return "reduce" if "reduce" in code.co_name else "gather"
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return None
 
 
 def _argument(position: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from bitcheck.hooks.dynamo import paused
-from bitcheck.hooks.process_groups import group_name, process_group_ranks
 
 if TYPE_CHECKING:
     from bitcheck.hooks.collectives import Begun, CollectiveHooks
@@ -47,6 +46,13 @@ PAIRWISE = ("isend", "irecv", "batch_p2p_ops")
 KEYS = ("CPU", "CUDA")
 _ANYWHERE = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse3)
 """A kind of device that nobody has and we put no kernel before: what runs there is PyTorch's own kernel."""
+
+
+def _transfers(name: str, values: dict[str, Any]) -> list[tuple[str, int, torch.Tensor]]:
+    """Return (operation, the other's rank in the group, memory) of what goes between this rank and others."""
+    if name == "batch_p2p_ops":
+        return list(zip(values["op_list"], values["peer_list"], values["tensors"], strict=True))
+    return [(name, int(values["dst"] if name == "isend" else values["src"]), values["tensor"])]
 
 
 class FunctionalCollectives:
@@ -90,8 +96,8 @@ class FunctionalCollectives:
             with collectives.alone():
                 begun = self._begin(name, dict(zip(names, args, strict=False)) | kwargs)
                 result = execute(*args, **kwargs)
-                if begun is not None:
-                    self._end(begun, result)
+                if begun:
+                    self._end(name, begun, result)
                 return result
 
         return run
@@ -105,33 +111,44 @@ class FunctionalCollectives:
         return run
 
     @paused
-    def _begin(self, name: str, values: dict[str, Any]) -> Begun | None:
-        if name in PAIRWISE:
-            self._recorder.current.miss(f"functional transfers between two ranks ({name})")
-            return None
+    def _begin(self, name: str, values: dict[str, Any]) -> list[Begun | None]:
         group = values["group_name"]
         if isinstance(group, str):
             registry: Any = dist.distributed_c10d
             group = registry._resolve_process_group(group)
         elif isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
-        ranks = process_group_ranks(group)
+        ranks = self._collectives.ranks_of(group)
         if ranks is None:
-            self._recorder.current.miss("collectives of process groups that torch.distributed does not know")
-            return None
+            return []
+        if name in PAIRWISE:
+            return [self._begin_transfer(group, ranks, *transfer) for transfer in _transfers(name, values)]
         word, reduces = OPERATORS[name]
         value = values.get("input", values.get("inputs"))
         given = [value] if isinstance(value, torch.Tensor) else list(value or ())
         if word == "broadcast" and ranks[int(values["src"])] != dist.get_rank():
             given = []
         reduction = str(values.get("reduce_op", "sum")).lower() if reduces else ""
-        path = ".".join(filter(None, (word, reduction, group_name(ranks))))
-        return self._collectives.begin(path, f"{word}({reduction})" if reduces else word, given, ())
+        path = ".".join(filter(None, (word, reduction, self._collectives.names.name_of(group, ranks))))
+        return [self._collectives.begin(path, f"{word}({reduction})" if reduces else word, given, ())]
+
+    def _begin_transfer(self, group: Any, ranks: list[int], op: str, peer: int, tensor: torch.Tensor) -> Begun | None:
+        """Record what goes to, or will come from, the member `peer` of a group."""
+        names, own, other = self._collectives.names, dist.get_rank(), ranks[peer]
+        is_sent = op == "isend"
+        ends = (own, other) if is_sent else (other, own)
+        given, received = ([tensor], []) if is_sent else ([], [tensor])
+        path = f"send.{names.transfer_name(group, ranks, *ends)}"
+        return self._collectives.begin(path, op, given, received, is_pairwise=True)
 
     @paused
-    def _end(self, begun: Begun, result: Any) -> None:
-        received = [result] if isinstance(result, torch.Tensor) else list(result or ())
-        self._collectives.completions.expect(self._collectives.promise(begun, received))
+    def _end(self, name: str, begun: list[Begun | None], result: Any) -> None:
+        results = [result] if isinstance(result, torch.Tensor) else list(result or ())
+        for one in begun:
+            # What a transfer gives stands in the memory that was handed to it; what is sent gives nothing.
+            received = one.received if one is not None and name in PAIRWISE else results
+            if one is not None and received:
+                self._collectives.completions.expect(self._collectives.promise(one, received))
 
     @paused
     def _settle(self, tensor: torch.Tensor) -> None:

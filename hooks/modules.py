@@ -18,9 +18,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bitcheck.events import Level, Phase, Site
+from bitcheck.hooks.callers import is_rehearsal
 from bitcheck.hooks.dynamo import paused, quiet, skip_frame
 from bitcheck.hooks.naming import ByIdentity, ModuleName, class_name, is_compiled
-from bitcheck.hooks.sharding import is_rehearsal
 from bitcheck.hooks.steps import Call, StepBuilder
 from bitcheck.hooks.tensors import storage_id
 

@@ -26,6 +26,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from bitcheck.events import Group, Phase, Site
+from bitcheck.hooks.callers import is_sending_objects
 from bitcheck.hooks.capture import Capture
 from bitcheck.hooks.dynamo import UnseenMode, is_quiet, paused, skip_frame
 from bitcheck.hooks.launches import LaunchHooks
@@ -58,6 +59,8 @@ DETOURED = frozenset(
 FunctionsManual.cpp). Found by running all of PyTorch's operator samples with and without a mode."""
 _SWEEP = 256
 """Storages to know of before those that are gone are looked for."""
+_MAX_FRAMES_BELOW_OBJECTS = 8
+"""How far below a function that sends objects its operations on the pickles are."""
 _PLAIN_SCALARS = frozenset({type(None), bool, int, float, str})
 PROGRAM = "program"
 """Stands for the module where an operation runs outside all modules."""
@@ -198,6 +201,10 @@ class OpHooks(UnseenMode):
             result = func(*args, **kwargs)
             if facts.is_empty:
                 self._forget(result, is_fresh="empty" in facts.name)
+            return result
+        if is_sending_objects(_MAX_FRAMES_BELOW_OBJECTS):
+            result = func(*args, **kwargs)
+            self._forget(result, is_fresh=False)
             return result
         opened = self._begin(facts, args, kwargs)
         result = func(*args, **kwargs)

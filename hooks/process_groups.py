@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+
+WORLD = "world"
+_PYTORCH_OWN = ("default_pg", "mesh_default", "undefined")
+"""Descriptions that say nothing of what the program uses a group for; those with a colon count splits."""
 
 
 def process_group_ranks(process_group: Any) -> list[int] | None:
@@ -26,11 +31,58 @@ def reduction_name(reduction: Any) -> str:
     return name if name.isidentifier() else "custom"
 
 
-def group_name(ranks: Sequence[int]) -> str:
+class GroupNames:
+    """Names of process groups that are the same on all members and in every run.
+
+        world         all ranks, the default group
+        0-3  0,2,4    others, by their ranks
+        0-3.tp        what the program calls a group (`group_desc`), or a dimension of a mesh
+        world.2       the second of those that have the same ranks and no name, in the order of their first use
+
+    PyTorch's own names are numbers that count what a process ever made: one group more, for a checkpoint say,
+    and all after it have others.
+    """
+
+    def __init__(self) -> None:
+        self._named: dict[str, list[str]] = {}
+        """Name without a number -> torch's names of the groups that have it."""
+
+    def name_of(self, process_group: Any, ranks: Sequence[int]) -> str:
+        """Return the name of a group of these global ranks."""
+        word = _given_name(process_group)
+        name = ".".join(filter(None, (_ranks_name(ranks), word)))
+        own = str(process_group.group_name)
+        same = self._named.setdefault(name, [""] if name == WORLD else [])
+        if process_group is dist.group.WORLD:
+            same[0] = own
+        elif own not in same:
+            same.append(own)
+        number = same.index(own) + 1
+        return name if number == 1 else f"{name}.{number}"
+
+    def transfer_name(self, process_group: Any, ranks: Sequence[int], sender: int, receiver: int) -> str:
+        """Return the name of what goes between two members: `0-1`, `0-1.pp`, `0-1.world.2`."""
+        ends = f"{sender}-{receiver}"
+        group = self.name_of(process_group, ranks)
+        unmarked = _ranks_name(ranks)
+        if group == unmarked:
+            return ends
+        return f"{ends}.{_given_name(process_group) or group}"
+
+
+def _given_name(process_group: Any) -> str:
+    """Return what the program calls a group, "" where it does not."""
+    text = str(getattr(process_group, "group_desc", "") or "")
+    if process_group is dist.group.WORLD or text in _PYTORCH_OWN or ":" in text:
+        return ""
+    return re.sub(r"[^\w-]", "_", text.removeprefix("mesh_"))
+
+
+def _ranks_name(ranks: Sequence[int]) -> str:
     """Return `world`, or the ranks: `0-3` for a row of them, `0,2,4` otherwise."""
     ordered = sorted(ranks)
     if ordered == list(range(dist.get_world_size())):
-        return "world"
+        return WORLD
     if len(ordered) > 1 and ordered == list(range(ordered[0], ordered[-1] + 1)):
         return f"{ordered[0]}-{ordered[-1]}"
     return ",".join(map(str, ordered))

@@ -27,6 +27,7 @@ from torch import nn
 
 from bitcheck.errors import BitcheckError, RecordingError, UsageError
 from bitcheck.events import Group, Level, Phase, Site, StepKind
+from bitcheck.hooks.callers import stage_in_call, stages_in_call
 from bitcheck.hooks.collectives import CollectiveHooks
 from bitcheck.hooks.dynamo import on_error, paused
 from bitcheck.hooks.gradients import GradientHooks
@@ -35,7 +36,7 @@ from bitcheck.hooks.naming import ModuleName, Registry, walk
 from bitcheck.hooks.ops import OpHooks
 from bitcheck.hooks.optimizers import OptimizerHooks
 from bitcheck.hooks.rng import generator_states
-from bitcheck.hooks.sharding import Sharding, stage_in_call, stages_in_call
+from bitcheck.hooks.sharding import Sharding
 from bitcheck.hooks.steps import Digesters, StepBuilder
 from bitcheck.hooks.writer import StepWriter, Store
 

@@ -13,7 +13,6 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,13 +23,12 @@ from bitcheck.events import Phase
 from bitcheck.hooks.dynamo import quiet
 from bitcheck.hooks.naming import walk
 from bitcheck.hooks.patches import Patches
+from bitcheck.hooks.process_groups import process_group_ranks
 from bitcheck.placements import TensorPlacement
 
 if TYPE_CHECKING:
     from bitcheck.hooks.recorder import Recorder
     from bitcheck.hooks.steps import StepBuilder
-
-MAX_FRAMES = 24
 
 
 def placement_text(tensor: Any) -> str:
@@ -48,52 +46,6 @@ def _placement_text(mesh: Any, coords: tuple[int, ...], kinds: tuple[str, ...]) 
     names = mesh.mesh_dim_names or [f"dim{number}" for number in range(len(coords))]
     dims = tuple(zip(names, map(int, mesh.shape), strict=True))
     return TensorPlacement(dims, tuple(map(int, mesh.mesh.flatten().tolist())), coords, kinds).to_text()
-
-
-def _frames_of_stages() -> Iterator[FrameType]:
-    """Yield the frames around the caller in which a pipeline's stage runs."""
-    stages = sys.modules.get("torch.distributed.pipelining.stage")
-    if stages is None:
-        return
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(MAX_FRAMES):
-        if frame is None:
-            return
-        if frame.f_code.co_filename == stages.__file__:
-            yield frame
-        frame = frame.f_back
-
-
-def stage_in_call() -> int | None:
-    """Return the number of the pipeline stage whose module is being called, None outside a pipeline."""
-    for frame in _frames_of_stages():
-        number = getattr(frame.f_locals.get("self"), "stage_index", None)
-        if isinstance(number, int):
-            return number
-    return None
-
-
-def stages_in_call() -> list[tuple[Any, int]]:
-    """Return the modules and numbers of all stages that this rank has of the pipeline that is running."""
-    schedules = sys.modules.get("torch.distributed.pipelining.schedules")
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(MAX_FRAMES):
-        if schedules is None or frame is None:
-            break
-        if frame.f_code.co_filename == schedules.__file__:  # no other frame is looked into: that would keep its locals
-            stages = getattr(frame.f_locals.get("self"), "_stages", None)
-            if isinstance(stages, list):
-                return [(stage.submod, stage.stage_index) for stage in stages]
-        frame = frame.f_back
-    return []
-
-
-def is_rehearsal() -> bool:
-    """Say whether a pipeline only gets ready: finds out shapes with memory that nobody wrote, or greets its neighbours.
-
-    It does so in a process's first step, resumed or not, so that it is no part of any.
-    """
-    return any(word in frame.f_code.co_name for frame in _frames_of_stages() for word in ("inference", "warmup"))
 
 
 class Sharding:
@@ -158,10 +110,10 @@ class Sharding:
 
     def _learn_replicas(self, wrapper: nn.parallel.DistributedDataParallel) -> bool:
         """Note what a wrapper holds equal; False where nothing of it has a name yet."""
-        try:
-            ranks = tuple(dist.get_process_group_ranks(wrapper.process_group))
-        except (KeyError, ValueError, RuntimeError):
+        members = process_group_ranks(wrapper.process_group)
+        if members is None:
             return True  # its group was destroyed: it reduces nothing any more
+        ranks = tuple(members)
         text = TensorPlacement((("ddp", len(ranks)),), ranks, (), ("R",)).to_text()
         ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
         is_known = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,14 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    scatter_object_list,
+    send_object_list,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -455,4 +464,66 @@ def every_collective() -> Trained:
         optimizer.zero_grad()
         named = [None] * world
         dist.all_gather_object(named, {"rank": rank, "pid": os.getpid()})
+    return Trained([model], [optimizer])
+
+
+@program
+def objects_sent_by_functions_imported_by_name() -> Trained:
+    """They were imported before any recorder came, and what they send is never the same twice."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = seeded(Net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for x in batches():
+        told = {"rank": rank, "time": time.time_ns(), "weight": torch.full((2,), float(rank))}
+        heard: list[Any] = [None] * world
+        all_gather_object(heard, told)
+        gather_object(told, heard if rank == 0 else None)
+        broadcast_object_list(heard)
+        mine: list[Any] = [None]
+        scatter_object_list(mine, heard if rank == 0 else None)
+        if rank == 0:
+            send_object_list([told], 1)
+        elif rank == 1:
+            recv_object_list(mine, 0)
+        model(x * mine[0]["weight"].add(1).mean()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained([model], [optimizer])
+
+
+@program
+def transfers_by_operators() -> Trained:
+    """Between two ranks as operators, which are waited for by their results; and several in one."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group, transfer = dist.group.WORLD.group_name, torch.ops._c10d_functional
+    model = seeded(Net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for x in batches():
+        sent, received, both = x * 2, torch.zeros_like(x), torch.zeros_like(x)
+        if rank == 0:
+            transfer.wait_tensor(transfer.isend(sent, 1, 0, group))
+        elif rank == 1:
+            received = transfer.wait_tensor(transfer.irecv(received, 0, 0, group))
+        after, before = (rank + 1) % world, (rank - 1) % world
+        for result in transfer.batch_p2p_ops(["isend", "irecv"], [after, before], [1, 1], [sent, both], group):
+            transfer.wait_tensor(result)
+        model(x + received + both).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained([model], [optimizer])
+
+
+@program
+def groups_of_the_same_ranks() -> Trained:
+    """Three groups of all ranks: one has a name."""
+    world = list(range(dist.get_world_size()))
+    unnamed, named = dist.new_group(world), dist.new_group(world, group_desc="experts/dp")
+    model = seeded(Net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for x in batches():
+        for group in (named, unnamed, dist.group.WORLD):
+            dist.all_reduce(x, group=group)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     return Trained([model], [optimizer])

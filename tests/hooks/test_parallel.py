@@ -53,6 +53,10 @@ def keys(loaded: LoadedStep, phase: Phase) -> list[str]:
     return [site.text(False) for site in loaded.sites if site.phase is phase]
 
 
+def _digests(loaded: LoadedStep) -> dict[str, bytes]:
+    return {site.text(False): loaded.digests[index].tobytes() for index, site in enumerate(loaded.sites)}
+
+
 def test_data_parallel_programs_are_recorded_as_they_are(tmp_path: Path) -> None:
     names = (
         "ddp", "ddp_with_bucket_views_and_static_graph", "ddp_that_accumulates",
@@ -113,7 +117,10 @@ def test_tensor_parallel_programs_are_recorded_as_they_are(tmp_path: Path) -> No
 
 
 def test_expert_parallel_programs_are_recorded_as_they_are(tmp_path: Path) -> None:
-    names = ("expert_parallel", "expert_parallel_asynchronous", "expert_parallel_functional", "every_collective")
+    names = (
+        "expert_parallel", "expert_parallel_asynchronous", "expert_parallel_functional", "every_collective",
+        "transfers_by_operators", "groups_of_the_same_ranks",
+    )  # fmt: skip
     run_job(tmp_path, 2, "module", *names)
     for name in names[:3]:
         with open_run(tmp_path / name / "a") as run:
@@ -128,6 +135,24 @@ def test_expert_parallel_programs_are_recorded_as_they_are(tmp_path: Path) -> No
         }  # fmt: skip
         sent, received = (keys(step(run, rank), Phase.COMM) for rank in (0, 1))
         assert "comm/send.0-1:in.0#1" in sent and "comm/send.0-1:out.0#1" in received
+    with open_run(tmp_path / "transfers_by_operators" / "a") as run:
+        sent, received = (keys(step(run, rank), Phase.COMM) for rank in (0, 1))
+        assert sent == ["comm/send.0-1:in.0", "comm/send.0-1:in.0#1", "comm/send.1-0:out.0"]
+        assert received == ["comm/send.0-1:out.0", "comm/send.1-0:in.0", "comm/send.0-1:out.0#1"]
+        given, gotten = (_digests(step(run, rank)) for rank in (0, 1))
+        assert all(given[f"comm/send.0-1:in.0{tail}"] == gotten[f"comm/send.0-1:out.0{tail}"] for tail in ("", "#1"))
+    with open_run(tmp_path / "groups_of_the_same_ranks" / "a") as run:
+        found = [site.path for site in step(run, 0).sites if site.phase is Phase.COMM and site.slot == "out.0"]
+        assert found == [f"all_reduce.sum.{name}" for name in ("world.experts_dp", "world.2", "world")]
+
+
+def test_objects_are_no_tensors_whoever_imported_the_functions_that_send_them(tmp_path: Path) -> None:
+    name = "objects_sent_by_functions_imported_by_name"
+    for level in ("module", "op"):
+        (tmp_path / level).mkdir()
+        run_job(tmp_path / level, 2, level, name)
+        with open_run(tmp_path / level / name / "a") as run:
+            assert not keys(step(run, 0), Phase.COMM)
 
 
 def test_pipelines_are_recorded_as_they_are_by_stage_and_micro_batch(tmp_path: Path) -> None:
@@ -229,7 +254,7 @@ def test_what_is_in_flight_is_read_when_it_is_there_in_every_step(tmp_path: Path
         for rank in (0, 1):
             for number in range(3):
                 loaded = step(baseline, rank, number)
-                digests = {site.text(False): loaded.digests[i].tobytes() for i, site in enumerate(loaded.sites)}
+                digests = _digests(loaded)
                 assert digests["forward/Model:out.1"] == digests["comm/all_reduce.sum.world:out.0"], "of the whole sum"
                 for index in range(20):
                     reduced = digest_tensor(torch.full((16,), 2 * index + 1.0))[0]

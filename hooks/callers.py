@@ -1,0 +1,92 @@
+"""Who called: what of PyTorch's own Python code runs around the recorder's.
+
+A collective is told apart by the function that began it: FSDP gathers or reduces, a pipeline's stage
+sends, an object is sent as its pickle. That function's frame is found, whatever name it was called by,
+so nothing needs to be replaced, and it does not matter who imported what before the recorder came.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+FSDP_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+"""Where FSDP gathers parameters and reduces gradients."""
+STAGES = "torch.distributed.pipelining.stage"
+SCHEDULES = "torch.distributed.pipelining.schedules"
+OBJECT_FUNCTIONS = (
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
+    "recv_object_list",
+)  # fmt: skip
+MAX_FRAMES = 24
+
+
+def frames_of(module: str, max_frames: int = MAX_FRAMES) -> Iterator[FrameType]:
+    """Yield the frames around the caller that run a module's functions, the innermost first.
+
+    No frame of another module is looked into: that would keep its locals alive.
+    """
+    held = sys.modules.get(module)
+    if held is None:
+        return
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(max_frames):
+        if frame is None:
+            return
+        if frame.f_code.co_filename == held.__file__:
+            yield frame
+        frame = frame.f_back
+
+
+def fsdp_purpose() -> str | None:
+    """Return whether FSDP `gather`s parameters or `reduce`s gradients here, None where it is not FSDP's doing."""
+    for frame in frames_of(FSDP_COLLECTIVES):
+        if frame.f_code.co_name.startswith("foreach_"):
+            return "reduce" if "reduce" in frame.f_code.co_name else "gather"
+    return None
+
+
+def stage_in_call() -> int | None:
+    """Return the number of the pipeline stage whose module is being called, None outside a pipeline."""
+    for frame in frames_of(STAGES):
+        number = getattr(frame.f_locals.get("self"), "stage_index", None)
+        if isinstance(number, int):
+            return number
+    return None
+
+
+def stages_in_call() -> list[tuple[Any, int]]:
+    """Return the modules and numbers of all stages that this rank has of the pipeline that is running."""
+    for frame in frames_of(SCHEDULES):
+        stages = getattr(frame.f_locals.get("self"), "_stages", None)
+        if isinstance(stages, list):
+            return [(stage.submod, stage.stage_index) for stage in stages]
+    return []
+
+
+def is_rehearsal() -> bool:
+    """Say whether a pipeline only gets ready: finds out shapes with memory that nobody wrote, or greets its neighbours.
+
+    It does so in a process's first step, resumed or not, so that it is no part of any.
+    """
+    return any(word in frame.f_code.co_name for frame in frames_of(STAGES) for word in ("inference", "warmup"))
+
+
+def is_sending_objects(max_frames: int = MAX_FRAMES) -> bool:
+    """Say whether one of torch.distributed's functions that send objects as pickles is running."""
+    if not dist.is_available() or not dist.is_initialized():
+        return False
+    codes = _codes_of_object_functions()
+    return any(frame.f_code in codes for frame in frames_of("torch.distributed.distributed_c10d", max_frames))
+
+
+@functools.cache
+def _codes_of_object_functions() -> frozenset[CodeType]:
+    functions = (getattr(dist.distributed_c10d, name, None) for name in OBJECT_FUNCTIONS)
+    return frozenset(inspect.unwrap(function).__code__ for function in functions if function is not None)
