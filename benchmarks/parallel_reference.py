@@ -26,6 +26,7 @@ from typing import Any
 import click
 import torch
 
+from benchmarks.proof_800 import EXPECTED
 from bitcheck.reference_runs.checkpoint import load as load_checkpoint
 from bitcheck.reference_runs.sharded import INDEX, digests_of
 
@@ -54,19 +55,6 @@ LAYOUTS = (
     Layout("pp 2, dp 2", 4, ("--pp", "2"), 8),
     Layout("pp 2, dp 2, ep 2", 4, ("--pp", "2", "--ep", "2"), 8),
 )
-
-LEFT_OUT = {
-    "masters": ("restore", ":master"),
-    "moments": ("restore", ":exp_avg_sq"),
-    "step": ("restore", ":step"),
-    "router_bias": ("restore", "moe.router.bias"),
-    "ema": ("restore", "extra/ema"),
-    "rng.torch": ("rng", "rng/torch.cpu"),
-    "rng.python": ("rng", "rng/python"),
-    "rng.numpy": ("rng", "rng/numpy"),
-    "data": ("data", "batch/Model"),
-}
-"""What is left out -> the cause that `diff` has to give, and a part of the site of one of the origins."""
 
 
 class Bench:
@@ -222,7 +210,7 @@ def _faults(bench: Bench) -> tuple[list[str], bool]:
 def _left_out(bench: Bench, half: int) -> tuple[list[str], bool]:
     """Each piece of state in turn not restored from a sharded checkpoint."""
     table, is_good = _table(("not restored", "should be found", "cause", "first", "origins", "found")), True
-    for piece, (cause, part) in LEFT_OUT.items():
+    for piece, (cause, part) in EXPECTED.items():
         options = ("--resume", f"dp2-ep2-ckpt/step-{half:06d}", "--leave-out", piece, "--steps", str(half + 2))
         bench.train(LAYOUTS[4], f"without-{piece}", *options)
         answer = bench.diff("dp2-ep2-first", f"without-{piece}")
