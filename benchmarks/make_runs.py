@@ -51,7 +51,7 @@ def make_steps(
     """
     bits, shared = random.Random(rank), random.Random("copies")
     world = tuple(range(num_copies))
-    everywhere = TensorPlacement((("ddp", num_copies),), world, (), ("R",)).to_text() if num_copies else ""
+    everywhere = TensorPlacement.of_ddp(world).to_text() if num_copies else ""
     odd = num_events - 1 if num_copies else num_events // 2
     num_modules = max(1, (num_events - 2) // 3)
     groups = [Group("forward", "Model", f"blocks.{module}", "Linear") for module in range(num_modules)]

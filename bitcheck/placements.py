@@ -11,6 +11,8 @@ replicated, along `tp` it is cut in its first dimension. So ranks 1 and 3 hold t
     P(op)    each holds its own summand
 
 Where all is `R` there are no coordinates: the text is then one for all ranks, and so is what a reader keeps of it.
+`ddp` is DistributedDataParallel and no mesh; names that a program gave to a mesh's dimensions are percent-encoded
+where they have to be, one that is called `ddp` too (`%64dp`).
 
 Place in the flow: tensor -> digest -> *event* -> store.
 """
@@ -22,11 +24,15 @@ import itertools
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
+from urllib.parse import quote, unquote
 
 _TEXT = re.compile(
     r"mesh=(?P<mesh>[^;]*); ranks=(?P<ranks>[^;]*); (?:coords=(?P<coords>[^;]*); )?placements=(?P<kinds>.*)"
 )
 _MAX_RANKS = 1_000_000
+_DDP = "ddp"
+_KEPT = "() ,"
+"""What stands in a kind as it is, besides letters and digits."""
 
 
 class TensorPlacement(NamedTuple):
@@ -40,6 +46,13 @@ class TensorPlacement(NamedTuple):
     """This rank's place in the mesh; () where all ranks of it hold the same bits."""
     kinds: tuple[str, ...]
     """`R`, `S(0)`, `P(sum)`, ...: a word for each dimension of the mesh."""
+    is_ddp: bool = False
+    """Whether DistributedDataParallel holds the tensor equal on these ranks; there is no mesh then."""
+
+    @classmethod
+    def of_ddp(cls, ranks: Sequence[int]) -> TensorPlacement:
+        """Return the placement of what DistributedDataParallel holds equal on these global ranks."""
+        return cls(((_DDP, len(ranks)),), tuple(ranks), (), ("R",), is_ddp=True)
 
     @property
     def replica_ranks(self) -> tuple[int, ...]:
@@ -60,10 +73,16 @@ class TensorPlacement(NamedTuple):
 
     def to_text(self) -> str:
         """Return the placement as it is written into a file."""
-        mesh = ",".join(f"{name}:{size}" for name, size in self.dims)
+        mesh = ",".join(f"{self._encoded(name)}:{size}" for name, size in self.dims)
+        kinds = "|".join(quote(kind, safe=_KEPT) for kind in self.kinds)
         is_replicated = all(kind == "R" for kind in self.kinds)
         coords = "" if is_replicated else f"coords={','.join(map(str, self.coords))}; "
-        return f"mesh={mesh}; ranks={_format_ranks(self.ranks)}; {coords}placements={'|'.join(self.kinds)}"
+        return f"mesh={mesh}; ranks={_format_ranks(self.ranks)}; {coords}placements={kinds}"
+
+    def _encoded(self, name: str) -> str:
+        if name == _DDP and not self.is_ddp:
+            return f"%{ord(name[0]):x}{name[1:]}"
+        return quote(name, safe="")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -77,10 +96,12 @@ def parse_placement(text: str) -> TensorPlacement | None:
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ValueError(f"no placement: {text}")
-    dims = tuple((name, int(size)) for name, _, size in (part.rpartition(":") for part in match["mesh"].split(",")))
+    dims = tuple(
+        (unquote(name), int(size)) for name, _, size in (part.rpartition(":") for part in match["mesh"].split(","))
+    )
     ranks = _parse_ranks(match["ranks"])
     coords = tuple(map(int, match["coords"].split(","))) if match["coords"] is not None else ()
-    kinds = tuple(match["kinds"].split("|"))
+    kinds = tuple(map(unquote, match["kinds"].split("|")))
     count = 1
     for _, size in dims:
         count *= size
@@ -88,7 +109,7 @@ def parse_placement(text: str) -> TensorPlacement | None:
     is_located = len(coords) == len(dims) or (not coords and all(kind == "R" for kind in kinds))
     if not (len(dims) == len(kinds) and is_located and count == len(ranks) == len(set(ranks)) and fits):
         raise ValueError(f"no placement: {text}")
-    return TensorPlacement(dims, ranks, coords, kinds)
+    return TensorPlacement(dims, ranks, coords, kinds, is_ddp=match["mesh"] == f"{_DDP}:{count}")
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:

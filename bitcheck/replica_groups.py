@@ -184,5 +184,4 @@ def _order(layout: Layout, mask: np.ndarray, columns: Sequence[int], is_ignored:
 def _replicas(text: str) -> tuple[str, tuple[int, ...]]:
     placement = parse_placement(text)
     assert placement is not None
-    by = DDP if placement.dims and placement.dims[0][0] == "ddp" else DTENSOR
-    return by, placement.replica_ranks
+    return DDP if placement.is_ddp else DTENSOR, placement.replica_ranks

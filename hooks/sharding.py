@@ -113,8 +113,7 @@ class Sharding:
         members = process_group_ranks(wrapper.process_group)
         if members is None:
             return True  # its group was destroyed: it reduces nothing any more
-        ranks = tuple(members)
-        text = TensorPlacement((("ddp", len(ranks)),), ranks, (), ("R",)).to_text()
+        text = TensorPlacement.of_ddp(members).to_text()
         ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
         is_known = False
         for name, parameter in wrapper.module.named_parameters():

@@ -33,7 +33,7 @@ def replicate(
     DistributedDataParallel. `edit` changes a record at last.
     """
     world = tuple(run.ranks)
-    everywhere = TensorPlacement((("ddp", len(world)),), world, (), ("R",)).to_text()
+    everywhere = TensorPlacement.of_ddp(world).to_text()
     steps = {rank: [copy.deepcopy(record) for record in records] for rank, records in run.steps.items()}
     for rank, records in steps.items():
         for number, record in enumerate(records):

@@ -21,13 +21,15 @@ sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 @st.composite
 def placed(draw: st.DrawFn) -> TensorPlacement:
     """A place in a mesh of any ranks."""
-    dims = tuple((f"axis{number}", size) for number, size in enumerate(draw(sizes)))
+    dims = tuple(
+        (draw(st.text(max_size=6) | st.sampled_from(["ddp", "a;b, c=d:e|f", "%64dp"])), size) for size in draw(sizes)
+    )
     count = 1
     for _, size in dims:
         count *= size
     ranks = draw(st.one_of(st.just(list(range(3, 3 + 2 * count, 2))), st.permutations(range(count))))
     coords = tuple(draw(st.integers(0, size - 1)) for _, size in dims)
-    kinds = tuple(draw(st.sampled_from(["R", "S(0)", "S(1)", "P(sum)", "_S(0, 2)"])) for _ in dims)
+    kinds = tuple(draw(st.sampled_from(["R", "S(0)", "S(1)", "P(sum)", "_S(0, 2)", "Mask|P; x=1"])) for _ in dims)
     return TensorPlacement(dims, tuple(ranks), coords, kinds)
 
 
@@ -42,6 +44,14 @@ def test_a_placement_read_back_names_the_same_copies(placement: TensorPlacement)
     read = parse_placement(placement.to_text())
     assert read is not None
     assert read.replica_ranks == placement.replica_ranks
+
+
+def test_a_dimension_that_a_program_calls_ddp_is_not_taken_for_distributed_data_parallel() -> None:
+    own = parse_placement(TensorPlacement((("ddp", 2),), (0, 1), (), ("R",)).to_text())
+    torchs = parse_placement(TensorPlacement.of_ddp((0, 1)).to_text())
+    assert own is not None and torchs is not None
+    assert (own.is_ddp, torchs.is_ddp) == (False, True)
+    assert own.dims == torchs.dims == (("ddp", 2),)
 
 
 def test_every_rank_writes_the_same_text_where_all_is_replicated() -> None:

@@ -267,7 +267,7 @@ def test_shards_are_held_against_the_ranks_of_the_mesh_that_hold_the_same_shard(
 
 
 def test_groups_that_part_in_different_steps_are_settled_one_by_one(tmp_path: Path) -> None:
-    halves = [TensorPlacement((("ddp", 3),), ranks, (), ("R",)).to_text() for ranks in ((0, 1, 2), (3, 4, 5))]
+    halves = [TensorPlacement.of_ddp(ranks).to_text() for ranks in ((0, 1, 2), (3, 4, 5))]
     run = replicated_run(
         num_ranks=6, placement=lambda rank, event: halves[rank // 3], changes=[(4, 1, WEIGHT), (0, 3, MOMENT)]
     )
