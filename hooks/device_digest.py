@@ -32,7 +32,7 @@ from bitcheck.errors import DigestError
 from bitcheck.hooks.kernels.cuda import CudaQueue
 from bitcheck.hooks.kernels.layout import address_of, as_transposed, as_words, row_blocks
 from bitcheck.hooks.kernels.ring import Flight, Ring
-from bitcheck.hooks.tensors import Digest, digest_tensor
+from bitcheck.hooks.tensors import Digest, digest_tensor, dtype_name
 
 RING_LEAVES = 2 * 1024 * 1024
 """Leaf digests that may be on their way at once: 32 MiB, which stand for 32 GiB of tensors."""
@@ -53,6 +53,10 @@ _CAPTURING = (
 )
 
 _log = logging.getLogger("bitcheck")
+
+
+Kind = tuple[str, tuple[int, ...], int]
+"""A tensor's (dtype's name, shape, number of bytes): what its digest covers besides its bits."""
 
 
 class Ticket(Protocol):
@@ -88,6 +92,9 @@ class Digester(Protocol):
 
         Raises DigestError, and captures none, where `check` would.
         """
+
+    def submit(self, tensor: torch.Tensor, kind: Kind) -> Ticket:
+        """Do the same for one tensor of which the kind is known."""
 
     def flush(self) -> None:
         """Set everything submitted on its way to the host; a ticket that is resolved does so itself."""
@@ -138,6 +145,10 @@ class HostDigester:
             self.check(tensor)
         return [_Known(digest_tensor(tensor)) for tensor in tensors]
 
+    def submit(self, tensor: torch.Tensor, kind: Kind) -> Ticket:
+        """Do the same for one tensor."""
+        return self.submit_many([tensor])[0]
+
     def flush(self) -> None:
         """Do nothing: nothing is under way."""
 
@@ -155,26 +166,13 @@ class _Known:
 class DeviceTicket:
     """A digest whose leaves are computed on a device."""
 
-    __slots__ = (
-        "_digest",
-        "_dtype",
-        "_hash",
-        "_leaves",
-        "_missing",
-        "_num_bytes",
-        "_ring",
-        "_shape",
-        "_wishes",
-        "flight",
-    )
+    __slots__ = ("_digest", "_hash", "_kind", "_leaves", "_missing", "_ring", "_wishes", "flight")
 
-    def __init__(self, ring: Ring, wishes: Wishes, dtype: torch.dtype, shape: torch.Size, num_bytes: int) -> None:
+    def __init__(self, ring: Ring, wishes: Wishes, kind: Kind) -> None:
         self._ring = ring
         self._wishes = wishes
-        self._dtype = dtype
-        self._shape = shape
-        self._num_bytes = num_bytes
-        self._missing = num_leaves(num_bytes) * DIGEST_BYTES
+        self._kind = kind
+        self._missing = num_leaves(kind[2]) * DIGEST_BYTES
         self._hash: Any = None
         self._leaves = b""
         self._digest: bytes | None = None
@@ -184,9 +182,9 @@ class DeviceTicket:
     def receive(self, leaves: memoryview) -> None:
         """Take the next leaf digests, 16 bytes each."""
         if self._hash is None:
-            self._hash = begin_digest(str(self._dtype).removeprefix("torch."), self._shape, self._num_bytes)
+            self._hash = begin_digest(*self._kind)
         self._hash.update(leaves)
-        if self._wishes.keeps_leaves(self._num_bytes):
+        if self._wishes.keeps_leaves(self._kind[2]):
             self._leaves += leaves
         self._missing -= len(leaves)
         if not self._missing:
@@ -263,6 +261,7 @@ class DeviceDigester:
         self._wishes = wishes
         self._kernels = kernels
         self._launch_leaves = ring_leaves // 4
+        self._flight_leaves = self._launch_leaves // 2
         self._table_tensors = min(MAX_TABLE_TENSORS, ring_leaves // 8)
         self._scratch_stream: int | None = None
         with queue.current(), queue.aside():
@@ -301,7 +300,7 @@ class DeviceDigester:
         strided: list[tuple[DeviceTicket, torch.Tensor]] = []
         for tensor in tensors:  # in the training thread, some microseconds a tensor: hence so plain
             num_bytes = tensor.nbytes
-            ticket = DeviceTicket(self._ring, self._wishes, tensor.dtype, tensor.shape, num_bytes)
+            ticket = DeviceTicket(self._ring, self._wishes, (dtype_name(tensor), tuple(tensor.shape), num_bytes))
             tickets.append(ticket)
             if num_bytes == 0:
                 continue
@@ -319,9 +318,38 @@ class DeviceDigester:
             with _NO_DISPATCH(), torch.no_grad():
                 pieces = self._gather(strided, pieces, stream)
         self._launch(pieces, stream)
-        if self._ring.num_filling >= self._launch_leaves // 2:
+        if self._ring.num_filling >= self._flight_leaves:
             self._ring.flush()
         return tickets
+
+    def submit(self, tensor: torch.Tensor, kind: Kind) -> Ticket:
+        """Do as `submit_many` for one tensor of which the kind is known.
+
+        A short way for what is done thousands of times a step: a contiguous tensor, a launch of its own.
+        """
+        queue, ring, num_bytes = self._queue, self._ring, kind[2]
+        count = num_leaves(num_bytes)
+        with _NO_FUNCTION(), ring.lock:
+            if (
+                not 0 < count <= self._launch_leaves
+                or queue.is_capturing()
+                or not queue.is_current()
+                or not tensor.is_contiguous()
+                or tensor.is_conj()
+                or tensor.is_neg()
+            ):
+                return self.submit_many([tensor])[0]
+            address = address_of(tensor, num_bytes)
+            ticket = DeviceTicket(ring, self._wishes, kind)
+            stream = queue.stream()
+            flight, slot = ring.reserve(count)
+            self._kernels.hash_one(address, num_bytes, ring.address(slot), stream)
+            ring.mark(stream)
+            flight.receivers.append((ticket, slot - flight.start, count))
+            ticket.flight = flight
+            if ring.num_filling >= self._flight_leaves:
+                ring.flush()
+        return ticket
 
     def _launch(self, pieces: _Pieces, stream: int) -> None:
         """Hash pieces in as few launches as the ring allows; a piece larger than a launch is cut."""

@@ -219,9 +219,9 @@ class StepBuilder:
             if plain is not None:
                 return [self.record.add(self._same(site), *plain, group, tuple(inputs))]
             if tensor.is_cuda:
-                added = self._add_on_device([(self._same(site), tensor, tuple(inputs))], group)
-                if added is not None:
-                    return added
+                index = self._add_one_on_device(self._same(site), tensor, group, tuple(inputs))
+                if index is not None:
+                    return [index]
         return self.add_tensors([(site, tensor)], group, inputs, add_writers)
 
     def add_computed(self, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]) -> Sequence[int]:
@@ -230,8 +230,8 @@ class StepBuilder:
             plain = digest_plain(tensor)
             if plain is not None:
                 return (self.record.add(site, *plain, group, inputs),)
-            if tensor.is_cuda and (added := self._add_on_device([(site, tensor, inputs)], group)) is not None:
-                return added
+            if tensor.is_cuda and (index := self._add_one_on_device(site, tensor, group, inputs)) is not None:
+                return (index,)
         return self.add_tensors([(site, tensor)], group, inputs, add_writers=False)
 
     def add_all_computed(
@@ -246,6 +246,19 @@ class StepBuilder:
             if added is not None:
                 return [(index,) for index in added]
         return [self.add_computed(site, tensor, group, inputs) for site, tensor, inputs in given]
+
+    def _add_one_on_device(self, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]) -> int | None:
+        """Record a plain tensor of a device; None where it is not, or cannot be read."""
+        kind = plain_on_device(tensor)
+        if kind is None:
+            return None
+        try:
+            ticket = self._digesters[tensor.device].submit(tensor, kind)
+        except DigestError:
+            return None  # the long way tells why
+        index = self.record.add(site, *kind, b"", b"", group, inputs)
+        self._tickets[index] = ticket
+        return index
 
     def _add_on_device(
         self, given: Sequence[tuple[Site, torch.Tensor, tuple[int, ...]]], group: int

@@ -115,18 +115,21 @@ class Ring:
             self.flush()
             self._head += -at % self._capacity
             self._filling = Flight(self._head)
-
-        def has_room() -> bool:
-            return self._head + slots - self._tail <= self._capacity and len(self._flights) < MAX_FLIGHTS
-
-        while not has_room():
-            self.flush()
-            if not self.land(has_room):
-                self._tail = self._head
+        if not self._has_room(slots):
+            self._make_room(slots)
         flight = self._filling
         slot = self._head
         self._head = flight.end = slot + slots
         return flight, slot
+
+    def _has_room(self, slots: int) -> bool:
+        return self._head + slots - self._tail <= self._capacity and len(self._flights) < MAX_FLIGHTS
+
+    def _make_room(self, slots: int) -> None:
+        while not self._has_room(slots):
+            self.flush()
+            if not self.land(lambda: self._has_room(slots)):
+                self._tail = self._head
 
     def flush(self) -> None:
         """Send what was submitted on its way to the host, behind the streams that still compute it."""

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitcheck.digest import LEAF_BYTES, digest_bytes, digest_leaves
 from bitcheck.errors import DigestError
-from bitcheck.hooks.device_digest import DeviceDigester, Digester, HostDigester, Wishes, open_digester
+from bitcheck.hooks.device_digest import DeviceDigester, Digester, HostDigester, Kind, Wishes, open_digester
 from bitcheck.hooks.kernels.cuda import CudaQueue
 from bitcheck.hooks.tensors import dtype_name
 
@@ -214,6 +214,38 @@ def test_a_few_tensors_share_a_flight(host: OnHost) -> None:
     tickets = host.digester.submit_many(tensors)
     host.digester.flush()
     assert host.queue.num_sent == 1
+    assert [ticket.resolve() for ticket in tickets] == [expected_digest(tensor) for tensor in tensors]
+
+
+def kind_of(tensor: torch.Tensor) -> Kind:
+    return dtype_name(tensor), tuple(tensor.shape), tensor.nbytes
+
+
+def single_tensors() -> list[torch.Tensor]:
+    """What the short way takes, and what it leaves to the long one."""
+    block = random_bytes(20 * LEAF_BYTES)
+    return [
+        random_bytes(LEAF_BYTES),
+        random_bytes(3 * LEAF_BYTES + 5)[3:],
+        torch.tensor(1.5),
+        torch.empty(0, 3),
+        block.view(20, -1).t(),
+        (torch.arange(8) * (1 - 2j)).conj(),
+        block,  # of more leaves than the small ring takes in one launch
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(single_tensors())))
+def test_one_tensor_taken_the_short_way_has_the_digest_of_the_cpu(host: OnHost, number: int) -> None:
+    tensor = single_tensors()[number]
+    ticket = host.digester.submit(tensor, kind_of(tensor))
+    assert ticket.resolve() == expected_digest(tensor.resolve_conj())
+
+
+def test_one_tensor_after_the_other_goes_round_the_ring(host: OnHost) -> None:
+    tensors = [random_bytes(LEAF_BYTES * (seed % 5) + 1, seed) for seed in range(100)]
+    tickets = [host.digester.submit(tensor, kind_of(tensor)) for tensor in tensors]
+    assert host.queue.num_sent > 3
     assert [ticket.resolve() for ticket in tickets] == [expected_digest(tensor) for tensor in tensors]
 
 
@@ -433,6 +465,8 @@ def test_a_freed_storage_is_refused_and_nothing_of_its_batch_is_captured(host: O
         host.digester.check(freed)
     with pytest.raises(DigestError, match="is freed or too small"):
         host.digester.submit_many([random_bytes(100), freed])
+    with pytest.raises(DigestError, match="is freed or too small"):
+        host.digester.submit(freed, kind_of(freed))
     assert host.kernels.num_launches == 0
 
 
@@ -442,6 +476,8 @@ def test_nothing_is_launched_into_a_graph_that_is_being_captured(host: OnHost) -
         host.digester.check(random_bytes(4))
     with pytest.raises(DigestError, match="is being captured"):
         host.digester.submit_many([random_bytes(4)])
+    with pytest.raises(DigestError, match="is being captured"):
+        host.digester.submit(random_bytes(4), ("uint8", (4,), 4))
     assert host.kernels.num_launches == 0
 
 
@@ -498,6 +534,15 @@ def test_cuda_every_dtype_has_the_digest_of_the_cpu(cuda: Digester, dtype: torch
     tensor = (tensor & 1).view(dtype) if dtype is torch.bool else tensor.view(dtype)
     tickets = cuda.submit_many([tensor, tensor[1:]])
     assert [ticket.resolve() for ticket in tickets] == [expected_digest(tensor), expected_digest(tensor[1:])]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(len(single_tensors())))
+def test_cuda_one_tensor_taken_the_short_way_has_the_digest_of_the_cpu(cuda: Digester, number: int) -> None:
+    tensor = single_tensors()[number].cuda()
+    ticket = cuda.submit(tensor, kind_of(tensor))
+    tensor.resolve_conj().fill_(0)  # later in the stream
+    assert ticket.resolve() == expected_digest(single_tensors()[number].resolve_conj())
 
 
 @pytest.mark.gpu
