@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from bitcheck.reference_runs.arrival import sum_parts
+from bitcheck.reference_runs.device import gpu_forms
 
 BLOCK_U = 16
 """Keys in a block; pinned, because another size gives other bits."""
@@ -85,6 +86,11 @@ class AttentionCore(nn.Module):
         self.is_fixed = is_fixed
 
     def forward(self, q_BHSC: Tensor, k_BHUC: Tensor, v_BHUV: Tensor) -> Tensor:
-        """Return o [B, H, S, V] in the dtype of v; operands are bfloat16 or float32, computed in float32."""
-        o_BHSV: Tensor = _Attention.apply(q_BHSC, k_BHUC, v_BHUV, self.is_fixed)
+        """Return o [B, H, S, V] in the dtype of v; operands are bfloat16 or float32, computed in float32.
+
+        On a GPU they are bfloat16, and sums float32.
+        """
+        gpu = gpu_forms(q_BHSC)
+        attention = _Attention.apply if gpu is None else gpu.attention
+        o_BHSV: Tensor = attention(q_BHSC, k_BHUC, v_BHUV, self.is_fixed)
         return o_BHSV

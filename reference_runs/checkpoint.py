@@ -58,7 +58,7 @@ class CheckpointError(BitcheckError):
 def digest_value(value: Any) -> str:
     """Return the digest of a tensor, or of a number, string or None by its JSON, in hex."""
     if isinstance(value, Tensor):
-        data = value.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         return digest_bytes(str(value.dtype).removeprefix("torch."), value.shape, data)[0].hex()
     text = json.dumps(value, sort_keys=True).encode()
     return digest_bytes("python.json", (len(text),), np.frombuffer(text, np.uint8))[0].hex()

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitcheck.reference_runs.arrival import arrival_permutation
+from bitcheck.reference_runs.device import gpu_forms
 from bitcheck.reference_runs.linear import bf16_parameter
 
 
@@ -59,7 +60,9 @@ class Embedding(nn.Module):
 
         FP32, so that dropout scales, and the gradient arrives, without another rounding.
         """
-        y: Tensor = _Embedding.apply(ids.reshape(-1), self.weight, self.is_fixed)
+        gpu = gpu_forms(self.weight)
+        embed = _Embedding.apply if gpu is None else gpu.embedding
+        y: Tensor = embed(ids.reshape(-1), self.weight, self.is_fixed)
         return y.view(*ids.shape, -1)
 
 
@@ -82,6 +85,13 @@ def full_precision(parameter: Tensor) -> Tensor:
     return value
 
 
+def wide_linear(x: Tensor, weight: nn.Parameter) -> Tensor:
+    """Return x w^T, float32 [..., N], for bfloat16 `x` [..., K] and BF16 `weight` [N, K]; its gradient is float32."""
+    gpu = gpu_forms(x)
+    y: Tensor = F.linear(x.float(), full_precision(weight)) if gpu is None else gpu.wide_linear(x, weight)
+    return y
+
+
 class Head(nn.Module):
     """Logits over the vocabulary, in FP32."""
 
@@ -91,4 +101,4 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return float32 [..., V] for bfloat16 `x` [..., D]."""
-        return F.linear(x.float(), full_precision(self.weight))
+        return wide_linear(x, self.weight)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitcheck.reference_runs.device import gpu_products
 from bitcheck.reference_runs.dprob import reduce_dprob
 from bitcheck.reference_runs.fp8 import TILE, dequantize_rows, quantize_columns, quantize_rows
 from bitcheck.reference_runs.gemm import WGRAD_SPLIT, Tiled, gemm, gemm_bf16, wgrad, wgrad_bf16
@@ -128,9 +129,13 @@ class WeightedDown(Weight):
 
     def forward(self, h_R2F: Tensor, prob_R: Tensor, loads_E: Tensor) -> Tensor:
         """Return y bfloat16 [R, D] from `h_R2F` bfloat16, `prob_R` float32 and `loads_E` int64."""
-        y_RD: Tensor = _WeightedSwiGLULinear.apply(
-            h_R2F, prob_R, *self.operands(), offsets_from_loads(loads_E), self.options, self.dprob_form
-        )
+        y_RD: Tensor
+        if (gpu := gpu_products(self.weight)) is not None:
+            y_RD = gpu.weighted_down(self, h_R2F, prob_R, loads_E, self.options, self.dprob_form)
+        else:
+            y_RD = _WeightedSwiGLULinear.apply(
+                h_R2F, prob_R, *self.operands(), offsets_from_loads(loads_E), self.options, self.dprob_form
+            )
         return y_RD
 
 
@@ -143,7 +148,12 @@ class Down(Weight):
 
     def forward(self, h_T2F: Tensor) -> Tensor:
         """Return y bfloat16 [T, D] from `h_T2F` bfloat16."""
-        y_TD: Tensor = _WeightedSwiGLULinear.apply(h_T2F, None, *self.operands(), (0, h_T2F.shape[0]), self.options, "")
+        y_TD: Tensor
+        if (gpu := gpu_products(self.weight)) is not None:
+            y_TD = gpu.down(self, h_T2F)
+        else:
+            rows = (0, h_T2F.shape[0])
+            y_TD = _WeightedSwiGLULinear.apply(h_T2F, None, *self.operands(), rows, self.options, "")
         return y_TD
 
 

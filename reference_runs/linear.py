@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bitcheck.reference_runs.device import gpu_forms, gpu_products
 from bitcheck.reference_runs.fp8 import (
     TILE,
     dequantize_rows,
@@ -57,6 +58,9 @@ class Weight(nn.Module):
 
     codes: Tensor
     scale: Tensor
+    codes_t: Tensor
+    """On a GPU: the codes of the transpose, [E, K, N], and its scales."""
+    scale_t: Tensor
 
     def __init__(self, shape: tuple[int, ...], precision: Precision, init_std: float) -> None:
         super().__init__()
@@ -74,7 +78,11 @@ class Weight(nn.Module):
     @torch.no_grad()
     def derive(self) -> None:
         """Make the codes and scales anew from the BF16 weight: the only place where they are made."""
-        if self.precision == "fp8":
+        if self.precision != "fp8":
+            return
+        if (gpu := gpu_forms(self.weight)) is not None:
+            gpu.derive(self)
+        else:
             codes, scale = quantize_blocks(self.weight if self.weight.dim() == 3 else self.weight[None])
             self.codes.copy_(codes)
             self.scale.copy_(scale)
@@ -161,7 +169,11 @@ class Linear(Weight):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply the last dimension of `x`, bfloat16 [..., K], by the weight."""
         x_TK = x.reshape(-1, x.shape[-1])
-        y_TN: Tensor = _GroupedLinear.apply(x_TK, *self.operands(), (0, x_TK.shape[0]), self.options)
+        y_TN: Tensor
+        if (gpu := gpu_products(self.weight)) is not None:
+            y_TN = gpu.linear(self, x_TK, self.options.power_of_two)
+        else:
+            y_TN = _GroupedLinear.apply(x_TK, *self.operands(), (0, x_TK.shape[0]), self.options)
         return y_TN.view(*x.shape[:-1], -1)
 
 
@@ -182,7 +194,11 @@ class GroupedLinear(Weight):
 
     def forward(self, x_TK: Tensor, loads_E: Tensor) -> Tensor:
         """Multiply rows of `x_TK`, bfloat16, sorted by group; `loads_E` int64 counts each group's."""
-        y_TN: Tensor = _GroupedLinear.apply(x_TK, *self.operands(), offsets_from_loads(loads_E), self.options)
+        y_TN: Tensor
+        if (gpu := gpu_products(self.weight)) is not None:
+            y_TN = gpu.grouped_linear(self, x_TK, loads_E, self.options)
+        else:
+            y_TN = _GroupedLinear.apply(x_TK, *self.operands(), offsets_from_loads(loads_E), self.options)
         return y_TN
 
 

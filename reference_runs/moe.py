@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitcheck.reference_runs.arrival import arrival_ranks
 from bitcheck.reference_runs.configs import ModelConfig
-from bitcheck.reference_runs.embedding import full_precision
+from bitcheck.reference_runs.device import gpu_forms
+from bitcheck.reference_runs.embedding import wide_linear
 from bitcheck.reference_runs.exchange import Exchange, count_nodes, send_to_experts
 from bitcheck.reference_runs.experts import Experts, FeedForward
 from bitcheck.reference_runs.fp8 import dequantize_rows, quantize_rows
@@ -46,6 +46,9 @@ def select_top(scores_TE: Tensor, count: int, is_stable: bool) -> Tensor:
     """
     if is_stable:
         return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    if (gpu := gpu_forms(scores_TE)) is not None:
+        chosen: Tensor = gpu.select_any(scores_TE, count)
+        return chosen
     shuffled_TE = arrival_ranks(*scores_TE.shape).to(scores_TE.device)
     best = scores_TE.gather(1, shuffled_TE).sort(dim=-1, descending=True, stable=True).indices[:, :count]
     return shuffled_TE.gather(1, best).gather(1, arrival_ranks(*best.shape).to(best.device))
@@ -97,20 +100,22 @@ class Router(nn.Module):
 
     def forward(self, u_BSD: Tensor) -> Routing:
         """Route bfloat16 `u_BSD`; counts the loads of a training forward."""
-        s_TE = torch.sigmoid(F.linear(u_BSD.flatten(0, 1).float(), full_precision(self.weight)))
+        s_TE = torch.sigmoid(wide_linear(u_BSD.flatten(0, 1), self.weight))
         experts_TK = self.topk((s_TE + self.bias).detach())
+        is_chosen_TE = torch.zeros_like(s_TE).scatter_(1, experts_TK, 1.0)
         if self.training:
-            self.load += torch.bincount(experts_TK.flatten(), minlength=self.config.num_experts)
-        chosen_TK = s_TE.gather(1, experts_TK)
+            # Not bincount, which waits for a GPU; a sum of ones in FP32 is exact up to 2**24 of them.
+            self.load += is_chosen_TE.sum(0).to(torch.int64)
+        gpu = gpu_forms(s_TE)
+        chosen_TK = s_TE.gather(1, experts_TK) if gpu is None else gpu.scores_of_chosen(s_TE, experts_TK)
         prob_TK = chosen_TK / chosen_TK.sum(1, keepdim=True) * self.config.route_scale
-        return Routing(experts_TK, prob_TK, self._balance_loss(s_TE, experts_TK, u_BSD.shape[0]))
+        return Routing(experts_TK, prob_TK, self._balance_loss(s_TE, is_chosen_TE, u_BSD.shape[0]))
 
-    def _balance_loss(self, s_TE: Tensor, experts_TK: Tensor, num_sequences: int) -> Tensor:
+    def _balance_loss(self, s_TE: Tensor, chosen_TE: Tensor, num_sequences: int) -> Tensor:
         """Return alpha * mean over sequences of sum over experts of f_i P_i (equations 17 to 20)."""
         config = self.config
         share_TE = s_TE / s_TE.sum(1, keepdim=True)
         mean_share_BE = share_TE.unflatten(0, (num_sequences, -1)).mean(1)
-        chosen_TE = torch.zeros_like(s_TE).scatter_(1, experts_TK, 1.0)
         count_BE = chosen_TE.unflatten(0, (num_sequences, -1)).mean(1)
         frequency_BE = count_BE * (config.num_experts / config.top_k)
         imbalance_B: Tensor = (frequency_BE * mean_share_BE).sum(1)
@@ -137,6 +142,8 @@ class Plan(NamedTuple):
 
 def make_plan(experts_TK: Tensor, num_experts: int) -> Plan:
     """Sort (token, slot) pairs by expert; stable, so an expert's rows keep the tokens' order."""
+    if (gpu := gpu_forms(experts_TK)) is not None:
+        return Plan(*gpu.make_plan(experts_TK, num_experts))
     flat = experts_TK.flatten()
     slot_R = flat.argsort(stable=True)
     rows_R = torch.arange(slot_R.numel(), device=slot_R.device)
@@ -191,6 +198,15 @@ class _Dispatch(torch.autograd.Function):
         return add_slots(dx_TD, dx_RD, row_TK, ctx.is_fixed), None, None, None, None, None
 
 
+def _by_row(prob_TK: Tensor, row_TK: Tensor, slot_R: Tensor) -> Tensor:
+    """Return the weights sorted by expert, float32 [R]."""
+    gpu = gpu_forms(prob_TK)
+    prob_R: Tensor = (
+        prob_TK.flatten().gather(0, slot_R) if gpu is None else gpu.permute_probabilities(prob_TK, row_TK, slot_R)
+    )
+    return prob_R
+
+
 class Dispatch(nn.Module):
     """Copy tokens to their experts' rows, in FP8 with power-of-two scales, and perhaps to other ranks."""
 
@@ -200,7 +216,11 @@ class Dispatch(nn.Module):
 
     def forward(self, x_TD: Tensor, row_TK: Tensor, slot_R: Tensor, exchange: Exchange | None = None) -> Tensor:
         """Return bfloat16 [R, D] for bfloat16 `x_TD`; with `exchange` the rows of this rank's experts."""
-        x_RD: Tensor = _Dispatch.apply(x_TD, row_TK, slot_R, self.is_fp8, self.is_fixed, exchange)
+        x_RD: Tensor
+        if exchange is None and (gpu := gpu_forms(x_TD)) is not None:
+            x_RD = gpu.dispatch(x_TD, row_TK, slot_R, self.is_fp8, self.is_fixed)
+        else:
+            x_RD = _Dispatch.apply(x_TD, row_TK, slot_R, self.is_fp8, self.is_fixed, exchange)
         return x_RD
 
 
@@ -243,7 +263,11 @@ class Combine(nn.Module):
         self, y_RD: Tensor, shared_TD: Tensor, row_TK: Tensor, slot_R: Tensor, exchange: Exchange | None = None
     ) -> Tensor:
         """Return bfloat16 [T, D] for bfloat16 `y_RD` and `shared_TD`."""
-        out_TD: Tensor = _Combine.apply(y_RD, shared_TD, row_TK, slot_R, self.is_fixed, exchange)
+        out_TD: Tensor
+        if exchange is None and (gpu := gpu_forms(y_RD)) is not None:
+            out_TD = gpu.combine(y_RD, shared_TD, row_TK, slot_R, self.is_fixed)
+        else:
+            out_TD = _Combine.apply(y_RD, shared_TD, row_TK, slot_R, self.is_fixed, exchange)
         return out_TD
 
 
@@ -283,7 +307,7 @@ class MoE(nn.Module):
         routing = self.router(u_BSD)
         u_TD = u_BSD.flatten(0, 1)
         row_TK, slot_R, loads_E = make_plan(routing.experts_TK, self.router.config.num_experts)
-        prob_R = routing.prob_TK.flatten().gather(0, slot_R)
+        prob_R = _by_row(routing.prob_TK, row_TK, slot_R)
         if self._group is None:
             y_RD = self.experts(self.dispatch(u_TD, row_TK, slot_R), prob_R, loads_E)
             y_TD = self.combine(y_RD, self.shared(u_TD), row_TK, slot_R)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitcheck.reference_runs.arrival import sum_parts
+from bitcheck.reference_runs.device import gpu_forms
 from bitcheck.reference_runs.linear import bf16_parameter
 
 ROWS = 32
@@ -72,5 +73,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of `x`, bfloat16 or float32; returns bfloat16 of its shape."""
-        y: Tensor = _RMSNorm.apply(x.reshape(-1, x.shape[-1]), self.weight, self.eps, self.is_fixed)
+        gpu = gpu_forms(x)
+        normalise = _RMSNorm.apply if gpu is None else gpu.rms_norm
+        y: Tensor = normalise(x.reshape(-1, x.shape[-1]), self.weight, self.eps, self.is_fixed)
         return y.view_as(x)

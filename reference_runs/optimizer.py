@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitcheck.reference_runs.device import gpu_forms
+
 PIECE = 1 << 16
 """Elements worked on at a time, so that the temporaries stay in the cache."""
 
@@ -50,7 +52,11 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
+                if parameter.grad is None:
+                    continue
+                if (gpu := gpu_forms(parameter)) is not None:
+                    gpu.update(parameter, self.state[parameter], group)
+                else:
                     self._update(parameter, group)
         return loss
 
@@ -98,13 +104,17 @@ def unscale_and_clip(
     max_norm: float,
     loss_scale: float,
     total_norm: Callable[[Tensor], Tensor] = torch.linalg.vector_norm,
-) -> float:
+) -> float | Tensor:
     """Divide gradients by `loss_scale`, scale them to a global norm of at most `max_norm`; return the norm.
 
     The norm is of the unscaled gradients before clipping. Deterministic: one norm a tensor, put together
-    by `total_norm` in the order of `parameters`; one multiplication an element.
+    by `total_norm` in the order of `parameters`; one multiplication an element. On a GPU the norm is a tensor
+    there, float32 and 0-d: who wants the number waits for it.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if (gpu := gpu_forms(grads[0])) is not None:
+        on_device: Tensor = gpu.unscale_and_clip(grads, max_norm, loss_scale, total_norm)
+        return on_device
     norm = float(total_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))) / loss_scale
     factor = min(1.0, max_norm / (norm + 1e-6)) / loss_scale
     for grad in grads:

@@ -5,7 +5,8 @@
     edp    ranks in dp with the same experts
     pp     ranks with the other stages of the same micro-batches
 
-torch.distributed with gloo on a CPU and NCCL on a GPU, started by torchrun.
+torch.distributed with gloo on a CPU and NCCL on a GPU, started by torchrun. What is exchanged lies where the
+model does; numbers that are counted on the host go by gloo.
 """
 
 from __future__ import annotations
@@ -72,13 +73,13 @@ class Ranks:
 
 
 @contextmanager
-def process_group(degrees: Degrees) -> Iterator[Ranks | None]:
+def process_group(degrees: Degrees, device: str = "cpu") -> Iterator[Ranks | None]:
     """Join the other processes of torchrun for the time of a run; None where there are no others."""
     if degrees.world_size == 1:
         yield None
         return
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
     try:
-        yield Ranks(degrees)
+        yield Ranks(degrees, device)
     finally:
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """The states of every random generator that a training step draws from: seed, capture, restore.
 
-    torch    embedding dropout          (and PyTorch's generators on each CUDA device)
+    torch    embedding dropout          (on a GPU from the generator of the process's device)
     python   fill in the middle: which sequences, and where they are cut
     numpy    which input bytes are replaced by noise, and by what
 
@@ -32,9 +32,10 @@ def capture() -> dict[str, dict[str, Any]]:
     """Return the whole state of each generator, as tensors and numbers by name."""
     version, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=False)
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    # Of this process's device alone: reading another one's would start it, and may be another process's.
+    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
     return {
-        "torch": {"cpu": torch.get_rng_state(), **{f"cuda.{i}": state for i, state in enumerate(cuda)}},
+        "torch": {"cpu": torch.get_rng_state(), **cuda},
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
         "numpy": {
             "key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
@@ -49,9 +50,8 @@ def restore(generator: str, state: dict[str, Any]) -> None:
     """Put back what `capture` returned for `generator`, one of GENERATORS."""
     if generator == "torch":
         torch.set_rng_state(state["cpu"])
-        for name, device_state in state.items():
-            if name.startswith("cuda."):
-                torch.cuda.set_rng_state(device_state, int(name.removeprefix("cuda.")))
+        if "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"])
     elif generator == "python":
         random.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
     else:

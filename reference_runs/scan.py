@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from bitcheck.reference_runs.arrival import sum_parts
+from bitcheck.reference_runs.device import gpu_forms
 
 TILE_P = 32
 """Elements of P in a tile of ddt's reduction; pinned, because another size gives other bits."""
@@ -189,5 +190,7 @@ class Scan(nn.Module):
 
     def forward(self, x_BSHP: Tensor, dt_BSH: Tensor, a_H: Tensor, b_BSN: Tensor, c_BSN: Tensor, d_H: Tensor) -> Tensor:
         """Return y float32 [B, S, H, P]; operands are bfloat16 or float32, computed in float32."""
-        y_BSHP: Tensor = _Scan.apply(x_BSHP, dt_BSH, a_H, b_BSN, c_BSN, d_H, self.chunk, self.is_fixed)
+        gpu = gpu_forms(x_BSHP)
+        run = _Scan.apply if gpu is None else gpu.scan
+        y_BSHP: Tensor = run(x_BSHP, dt_BSH, a_H, b_BSN, c_BSN, d_H, self.chunk, self.is_fixed)
         return y_BSHP

@@ -34,7 +34,7 @@ from torch import Tensor
 import bitcheck
 from bitcheck.environment import declared
 from bitcheck.errors import UsageError
-from bitcheck.reference_runs import checkpoint, rng, sharded
+from bitcheck.reference_runs import checkpoint, device, rng, sharded
 from bitcheck.reference_runs.checkpoint import CheckpointError, digest_value
 from bitcheck.reference_runs.configs import Config
 from bitcheck.reference_runs.configs.degrees import Degrees
@@ -69,6 +69,8 @@ class Options:
     record: Path | None = None
     level: str = "state"
     degrees: Degrees = field(default_factory=Degrees)
+    device: str = "cpu"
+    """One of `device.DEVICES`; Triton kernels and cuBLAS are used on `cuda`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +102,12 @@ class Trainer:
     """One training run in memory: all of it, or with `ranks` one rank's part."""
 
     def __init__(self, config: Config, text: Text, options: Options, ranks: Ranks | None = None) -> None:
+        self.device = device.prepare(options.device)
         rng.seed_all(options.seed)
         self.config, self.text, self.options, self.ranks = config, text, options, ranks
         self.loader = Loader(text, config.data, options.seed)
-        self.model = Model(config.model, config.data.seq_len, options.precision, options.switches)
+        with self.device:
+            self.model = Model(config.model, config.data.seq_len, options.precision, options.switches)
         names = [name for name, _ in self.model.named_parameters()]
         self._pipeline: Pipeline | None = None
         if ranks is not None and ranks.degrees.pp > 1:
@@ -140,15 +144,28 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         optimizer = self.config.optimizer
         losses = self._run_micro_batches()
-        loss, experts_per_node = self._sum_over_ranks(losses)
-        norm = unscale_and_clip(self.model.parameters(), optimizer.clip_norm, optimizer.loss_scale, self._total_norm)
+        mean_loss, experts_per_node = self._sum_over_ranks(losses)
+        total = unscale_and_clip(self.model.parameters(), optimizer.clip_norm, optimizer.loss_scale, self._total_norm)
+        self.ema.release()
         self.optimizer.step()
         self.model.finish_step()
         self.ema.start_update(masters(self.model, self.optimizer))
         self.step += 1
+        # Read last: on a GPU this waits for the whole step, the only time that the host does.
+        loss, norm = float(mean_loss), float(total)
         seconds = time.perf_counter() - began
         tokens = self.config.data.tokens_per_step
         return StepReport(self.step - 1, loss, norm, lr, seconds, tokens, experts_per_node)
+
+    def _next_batch(self) -> tuple[Tensor, Tensor]:
+        return self._to_device(self.loader.next_batch())
+
+    def _to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Copy a batch to the model's device; from pinned memory, so that the host need not wait."""
+        if self.device.type == "cpu":
+            return batch
+        inputs_BS, targets_BS2 = (tensor.pin_memory().to(self.device, non_blocking=True) for tensor in batch)
+        return inputs_BS, targets_BS2
 
     def _run_micro_batches(self) -> list[Tensor]:
         """Run forward and backward of a step's micro-batches that are this rank's; return their losses."""
@@ -156,7 +173,7 @@ class Trainer:
             return self._run_pipeline(self._pipeline)
         losses = []
         for number in range(self.config.data.micro_batches):
-            inputs_BS, targets_BS2 = self.loader.next_batch()
+            inputs_BS, targets_BS2 = self._next_batch()
             if not self._is_mine(number):
                 self.model.draw_only(inputs_BS)
                 continue
@@ -190,14 +207,14 @@ class Trainer:
         """What a micro-batch's loss is multiplied by before backward."""
         return self.config.optimizer.loss_scale / self.config.data.micro_batches
 
-    def _sum_over_ranks(self, losses: list[Tensor]) -> tuple[float, float | None]:
-        """Sum gradients and routers' loads over ranks; return the step's loss and its experts a node.
+    def _sum_over_ranks(self, losses: list[Tensor]) -> tuple[Tensor, float | None]:
+        """Sum gradients and routers' loads over ranks; return the step's loss, 0-d, and its experts a node.
 
         All of it before the optimizer's step, which is where a recorded step ends.
         """
         mine, ranks = torch.stack(losses), self.ranks
         if ranks is None:
-            return float(mine.mean()), None
+            return mine.mean(), None
         for gradients in self._sums:
             gradients.finish()
         ranks.sum_loads(self.model.routers().values())
@@ -205,7 +222,7 @@ class Trainer:
         if self._pipeline is not None:
             mine = ranks.gather(mine, ranks.pp)[0]  # the last stage is on the first rank
         # Rank r has micro-batches r, r + dp, ...: in their own order the sum is that of one process.
-        return float(torch.stack(ranks.gather(mine, ranks.dp), 1).mean()), experts_per_node
+        return torch.stack(ranks.gather(mine, ranks.dp), 1).mean(), experts_per_node
 
     @property
     def num_updates(self) -> int:
@@ -221,7 +238,7 @@ class Trainer:
             assert self.ranks is not None
             losses = self.ranks.gather(self._pipeline.evaluate(batches), self.ranks.pp)[0]
         else:
-            losses = torch.stack([self.model(*batch).main for batch in batches])
+            losses = torch.stack([self.model(*self._to_device(batch)).main for batch in batches])
         self.model.train()
         return float(losses.mean())
 
@@ -234,6 +251,7 @@ class Trainer:
             "text_digest": self.text.digest,
             "seed": self.options.seed,
             "precision": self.options.precision,
+            "device": self.options.device,
             "step": self.step,
         }
 
@@ -256,21 +274,22 @@ class Trainer:
         else:
             header, values = checkpoint.load(path)
         for key, mine in self.header().items():
-            if key != "step" and header[key] != mine:
-                raise CheckpointError(f"{path}: {key} is {header[key]!r} there and {mine!r} here")
+            if key != "step" and header.get(key) != mine:
+                raise CheckpointError(f"{path}: {key} is {header.get(key)!r} there and {mine!r} here")
         checkpoint.restore(path, values, self.model, self.optimizer, self.ema, self.loader, leave_out)
         self.step = header["step"]
 
 
 def train(config: Config, text: Text, options: Options, listener: Listener) -> Trainer:
     """Run to `options.steps`, evaluate, and return the trainer, its average complete and its thread ended."""
+    device.prepare(options.device)
     facts = {"config": config.name, "precision": options.precision, "seed": str(options.seed), "text": text.digest}
     if options.degrees.world_size > 1:
         facts["parallel"] = options.degrees.text
     with (
         deterministic_algorithms(options.switches),
         declared(facts),
-        process_group(options.degrees) as ranks,
+        process_group(options.degrees, options.device) as ranks,
     ):
         trainer = Trainer(config, text, options, ranks)
         if options.resume is not None:

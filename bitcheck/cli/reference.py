@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 LEAVE_OUT = ("masters", "moments", "step", "router_bias", "ema", "rng.torch", "rng.python", "rng.numpy", "data")
-CONFIGS = ("tiny", "tiny-hybrid", "nano", "nano-hybrid")
-"""Those that a CPU can train; test_cli compares both lists with the trainer's."""
+CONFIGS = ("tiny", "tiny-hybrid", "nano", "nano-hybrid", "lite", "lite-hybrid")
+"""test_cli compares both lists with the trainer's."""
 
 
 @click.group("reference")
@@ -65,7 +65,13 @@ def list_switches() -> None:
     default=1,
     help="Ranks of a pipeline in DualPipeV's order, with two stages each.",
 )
-@click.option("--device", type=click.Choice(["cpu"]), default="cpu", show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="cuda trains on one GPU with Triton kernels: any configuration but nano.",
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -141,6 +147,7 @@ def train(
     from bitcheck.reference_runs.configs.degrees import Degrees, torchrun_rank, torchrun_world_size
 
     config = get_config(config_name)
+    _refuse_device(config_name, device, max(ep, pp))
     if micro_batches is not None:
         config = replace(config, data=replace(config.data, micro_batches=micro_batches))
     degrees = Degrees.from_options(dp, ep, pp, torchrun_world_size(), config)
@@ -163,6 +170,7 @@ def train(
         record=record,
         level=level,
         degrees=degrees,
+        device=device,
     )
     text = read_text(data_path)
     if not quiet:
@@ -170,7 +178,8 @@ def train(
         if degrees.world_size > 1:
             click.echo(f"{degrees.text} on {degrees.world_size} ranks, comm.reduce={switches['comm.reduce']}")
         if switches.free:
-            click.echo(f"simulated arrival order, different in every run: {', '.join(switches.free)}")
+            order = "simulated arrival order" if device == "cpu" else "the GPU's order of arrival"
+            click.echo(f"{order}, different in every run: {', '.join(switches.free)}")
         if leave_out:
             click.echo(f"not restored, on purpose: {', '.join(leave_out)}")
     with ProgressLine(steps, quiet) as progress:
@@ -181,3 +190,16 @@ def train(
         f"held-out loss {trainer.held_out_loss:.4f} nats a byte after {trainer.step} steps"
         f" (unigram entropy {text.unigram_entropy():.4f})"
     )
+
+
+def _refuse_device(config_name: str, device: str, largest_degree: int) -> None:
+    """Raise UsageError for a configuration or a degree of parallelism that `device` is not for."""
+    from bitcheck.errors import UsageError
+
+    is_lite, is_nano = config_name.startswith("lite"), config_name.startswith("nano")
+    if device == "cpu" and is_lite:
+        raise UsageError(f"--config {config_name} is for a GPU: a step would take minutes here; give --device cuda")
+    if device == "cuda" and is_nano:
+        raise UsageError(f"--config {config_name} has widths that no FP8 product on a GPU takes; give --config tiny")
+    if device == "cuda" and largest_degree > 1:
+        raise UsageError("--device cuda: several GPUs share the data alone, --dp; leave --ep and --pp out")

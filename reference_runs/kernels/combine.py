@@ -44,13 +44,36 @@ def _scatter_kernel(y_ptr, token_of_ptr, out_ptr, num_cols, stride_yr, BLOCK: tl
     tl.atomic_add(out_ptr + token * num_cols + cols, part, mask=mask, sem="relaxed")
 
 
+@triton.jit
+def _invert_kernel(from_ptr, to_ptr, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    tl.store(to_ptr + tl.load(from_ptr + at, mask=mask, other=0), at.to(tl.int64), mask=mask)
+
+
+def invert_permutation(permutation: torch.Tensor) -> torch.Tensor:
+    """Return the inverse of `permutation`, int64 [R], contiguous. Each element has one writer."""
+    inverse = torch.empty_like(permutation)
+    if permutation.numel():
+        grid = (triton.cdiv(permutation.numel(), BLOCK),)
+        _invert_kernel[grid](permutation, inverse, permutation.numel(), BLOCK=BLOCK, num_warps=4)
+    return inverse
+
+
 def combine(
-    y: torch.Tensor, row_of: torch.Tensor, *, form: CombineForm, out_dtype: torch.dtype = torch.bfloat16
+    y: torch.Tensor,
+    row_of: torch.Tensor,
+    *,
+    form: CombineForm,
+    out_dtype: torch.dtype = torch.bfloat16,
+    token_of: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return out [T, D] from the expert rows `y` [T K, D] (bfloat16 or float32).
 
     `row_of` int32 or int64 [T, K], contiguous: the row of y that holds slot k of token t; together the
-    slots name every row once. Raises ValueError for an unknown `form` or shapes that do not fit.
+    slots name every row once. `token_of` int32 or int64 [T K], the token of each row, is the same
+    knowledge the other way round, for who has it already: only `atomic` reads it. Raises ValueError for
+    an unknown `form` or shapes that do not fit.
     """
     if form not in get_args(CombineForm):
         raise ValueError(f"moe.combine: unknown form {form!r}; expected one of {', '.join(get_args(CombineForm))}")
@@ -68,11 +91,11 @@ def combine(
         return out
     total = torch.zeros(num_tokens, num_cols, dtype=torch.float32, device=y.device)
     if total.numel():
-        # Each row is named once, so this scatter has one writer an element.
-        token_of = torch.empty(num_rows, dtype=torch.int32, device=y.device)
-        token_of[row_of.flatten()] = torch.arange(num_tokens, dtype=torch.int32, device=y.device).repeat_interleave(
-            num_slots
-        )
+        if token_of is None:
+            # Each row is named once, so this scatter has one writer an element.
+            token_of = torch.empty(num_rows, dtype=torch.int32, device=y.device)
+            tokens = torch.arange(num_tokens, dtype=torch.int32, device=y.device)
+            token_of[row_of.flatten()] = tokens.repeat_interleave(num_slots)
         _scatter_kernel[(num_rows, grid_cols)](y, token_of, total, num_cols, y.stride(0), BLOCK=BLOCK, num_warps=4)
     return total.to(out_dtype)
 

@@ -146,7 +146,12 @@ def gemm_cublas(lhs: Quantised, rhs: Quantised, *, out_dtype: torch.dtype = torc
     recipe, scales = ScalingType.BlockWise1x128, rhs.scales
     if rhs.rows_per_scale != 1:  # cuBLAS wants K innermost here, and its blocks padded to a multiple of 4
         recipe = ScalingType.BlockWise128x128
-        scales = torch.nn.functional.pad(rhs.scales, (0, -rhs.scales.shape[1] % 4)).contiguous().T
+        rows, blocks = scales.shape
+        padded = blocks + -blocks % 4
+        if scales.stride() == (padded, 1):  # cut from storage that has the padding, as a trainer's weights are
+            scales = scales.as_strided((rows, padded), (padded, 1)).T
+        else:
+            scales = torch.nn.functional.pad(scales, (0, padded - blocks)).contiguous().T
     return scaled_mm(
         lhs.values,
         rhs.values.T,

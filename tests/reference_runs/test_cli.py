@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bitcheck.cli import main, reference
 from bitcheck.errors import UsageError
@@ -36,7 +37,7 @@ def assert_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], sen
 
 def test_the_lists_that_the_command_line_shows_are_the_trainers() -> None:
     assert reference.LEAVE_OUT == PIECES
-    assert set(reference.CONFIGS) == {name for name in CONFIGS if not name.startswith("lite")}
+    assert set(reference.CONFIGS) == set(CONFIGS)
 
 
 def test_in_a_pipe_each_step_is_a_plain_line_with_its_loss_and_speed(tmp_path: Path) -> None:
@@ -81,6 +82,11 @@ def test_a_user_text_is_trained_on(tmp_path: Path) -> None:
     assert f"on {path} (10,000 bytes" in done.stdout
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(capsys, ["--config", "tiny", "--device", "cuda"], "PyTorch finds no GPU here; train on --device cpu")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -93,6 +99,9 @@ def test_a_user_text_is_trained_on(tmp_path: Path) -> None:
             ["--dp", "2"],
             "--dp 2 --pp 1 is for 2 processes and this run has 1: start it with torchrun --nproc-per-node 2",
         ),
+        (["--device", "cuda"], "nano has widths that no FP8 product on a GPU takes; give --config tiny"),
+        (["--device", "cuda", "--config", "tiny", "--dp", "2", "--ep", "2"], "leave --ep and --pp out"),
+        (["--config", "lite"], "--config lite is for a GPU: a step would take minutes here; give --device cuda"),
         (["--data", "absent.txt"], "--data absent.txt: No such file or directory"),
     ],
 )

@@ -1,0 +1,142 @@
+"""Dense products: FP8 with 1x128 and 128x128 scales through cuBLAS, BF16 through torch.mm.
+
+    fprop   y  = x  [T, K] w [N, K]^T       1x128 by 128x128
+    dgrad   dx = dy [T, N] w^T [K, N]^T     1x128 by the same blocks, transposed
+    wgrad   dw = dy^T [N, T] x^T [K, T]^T   128x1 by 128x1, in FP32
+
+cuBLAS takes 0.61 to 0.90 of the FP8 peak here, the trainer's own kernel 0.54 to 0.66 (benchmarks/results); the
+kernel stands in for it where there is no such product: off Hopper, and in Triton's interpreter. Deterministic:
+cuBLAS has a fixed order on one kind of GPU with one workspace (`CUBLAS_WORKSPACE_CONFIG`).
+
+Legend: T rows, N features out, K features in.
+"""
+
+# PyTorch leaves Function.apply and autograd's context without types.
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bitcheck.reference_runs.kernels.gemm import gemm, gemm_cublas
+from bitcheck.reference_runs.kernels.quantise import (
+    BLOCK,
+    Quantised,
+    quantise_columns,
+    quantise_rows,
+    quantise_weight,
+)
+from bitcheck.reference_runs.linear import Weight
+
+Pair = tuple[Quantised, Quantised]
+"""A weight for fprop, [..., N, K], and its transpose for dgrad, [..., K, N]."""
+
+
+@cache
+def _has_blockwise_product(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def product(lhs: Quantised, rhs: Quantised, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return lhs [M, K] times rhs [N, K] transposed, [M, N]; K and N are multiples of 16."""
+    multiply = gemm_cublas if _has_blockwise_product(lhs.values.device) else gemm
+    return multiply(lhs, rhs, out_dtype=out_dtype)
+
+
+def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """Return a [M, K] times b [K, N], bfloat16, accumulated and returned in float32."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+def derive(module: Weight) -> None:
+    """Make the codes and scales of `module` anew from its BF16 weight, and those of the transpose beside them.
+
+    The layout is that of the portable form, [E, N, K] and [E, NQ, KQ]; only the rows of scales are padded.
+    """
+    weight = module.weight.detach()
+    straight, transposed = quantise_weight(weight if weight.dim() == 3 else weight[None])
+    for suffix, quantised in (("", straight), ("_t", transposed)):
+        module.register_buffer(f"codes{suffix}", quantised.values, persistent=False)
+        module.register_buffer(f"scale{suffix}", _padded(quantised.scales), persistent=False)
+
+
+def _padded(scales_ENK: Tensor) -> Tensor:
+    """Return the scales with rows padded to 4 as cuBLAS wants them, so that no product has to do it."""
+    num_blocks = scales_ENK.shape[-1]
+    return F.pad(scales_ENK, (0, -num_blocks % 4)).contiguous()[..., :num_blocks]
+
+
+def pair(module: Weight, is_grouped: bool = False) -> Pair | None:
+    """Return the FP8 weight of `module` as operands, with the dimension of experts where `is_grouped`; None in BF16."""
+    if module.precision != "fp8":
+        return None
+    straight = Quantised(module.codes, module.scale, BLOCK)
+    transposed = Quantised(module.codes_t, module.scale_t, BLOCK)
+    return (straight, transposed) if is_grouped else (_only(straight), _only(transposed))
+
+
+def _only(w: Quantised) -> Quantised:
+    return Quantised(w.values[0], w.scales[0], w.rows_per_scale)
+
+
+def dense_wgrad(dy_TN: Tensor, x: Tensor | Quantised, power_of_two_dy: bool, power_of_two_x: bool) -> Tensor:
+    """Return dy^T x, float32 [N, K], both quantised in columns; `x` bfloat16 or cached in FP8, [T, K]."""
+    dy = quantise_columns(dy_TN, power_of_two=power_of_two_dy)
+    return gemm(dy, quantise_columns(x, power_of_two=power_of_two_x), out_dtype=torch.float32)
+
+
+class _Linear(torch.autograd.Function):
+    """y = x w^T. x bfloat16 [T, K], y bfloat16 [T, N], gradient of w float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, weight: Tensor, weights: Pair | None, power_of_two: bool) -> Tensor:
+        ctx.weights, ctx.power_of_two = weights, power_of_two
+        if weights is None:
+            ctx.save_for_backward(x_TK, weight)
+            return x_TK @ weight.t()
+        x = quantise_rows(x_TK, power_of_two=power_of_two)
+        ctx.save_for_backward(x.values, x.scales)
+        return product(x, weights[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        dy_TN = gradients[0].contiguous()
+        # Read once: inside a checkpointed region each reading unpacks, and only the first is allowed.
+        first, second = ctx.saved_tensors
+        if ctx.weights is None:
+            return dy_TN @ second, mm_fp32(dy_TN.t(), first), None, None
+        dx_TK = product(quantise_rows(dy_TN), ctx.weights[1])
+        dw_NK = dense_wgrad(dy_TN, Quantised(first, second, 1), False, ctx.power_of_two)
+        return dx_TK, dw_NK, None, None
+
+
+def linear(module: Weight, x_TK: Tensor, power_of_two: bool) -> Tensor:
+    """Return x w^T, bfloat16 [T, N], for bfloat16 `x_TK`; `module` has one weight [N, K]."""
+    y_TN: Tensor = _Linear.apply(x_TK, module.weight, pair(module), power_of_two)
+    return y_TN
+
+
+class _WideLinear(torch.autograd.Function):
+    """y = x w^T in FP32 from BF16 operands, whose products are exact in FP32; dy is rounded to BF16."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TK, weight)
+        return mm_fp32(x_TK, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_TK, weight = ctx.saved_tensors
+        dy_TN = gradients[0].bfloat16()
+        return dy_TN @ weight, mm_fp32(dy_TN.t(), x_TK)
+
+
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x w^T, float32 [..., N], for bfloat16 `x` [..., K] and `weight` [N, K]: the router and the head."""
+    y_TN: Tensor = _WideLinear.apply(x.reshape(-1, x.shape[-1]), weight)
+    return y_TN.view(*x.shape[:-1], -1)

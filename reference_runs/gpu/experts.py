@@ -1,0 +1,200 @@
+"""Products over experts, and the second half of a SwiGLU network, dense or over experts.
+
+In FP8 these are the trainer's kernels: torch has no grouped product with blockwise scales. In BF16 they are
+`torch.nn.functional.grouped_mm`. Where an expert's rows begin stays on the device (`kernels.schedule`).
+
+The switch `moe.dprob` is the epilogue of the grouped dgrad. In BF16 there is no such epilogue: torch sums a
+row's products in one program, in any form. `moe.wgrad` in FP8: `workspace` is one program a tile of the
+gradient, with nothing to add up; `atomic` two that race. In BF16 grouped_mm has one program a tile.
+
+Legend: R rows sorted by expert, D model width, F expert width, E experts, N features out, K features in.
+"""
+
+# PyTorch leaves Function.apply and autograd's context without types.
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from bitcheck.reference_runs.gpu.dense import Pair, dense_wgrad, mm_fp32, pair, product
+from bitcheck.reference_runs.kernels.grouped_gemm import grouped_dgrad_swiglu, grouped_gemm
+from bitcheck.reference_runs.kernels.grouped_wgrad import grouped_wgrad
+from bitcheck.reference_runs.kernels.quantise import Quantised, quantise_columns, quantise_rows
+from bitcheck.reference_runs.kernels.schedule import GroupSchedule, schedule_groups
+from bitcheck.reference_runs.kernels.swiglu import (
+    cached_swiglu_backward,
+    cached_swiglu_forward,
+    swiglu_backward,
+    swiglu_forward,
+)
+from bitcheck.reference_runs.linear import GemmOptions, Weight
+
+WGRAD_PARTS = 2
+"""Split-K parts of an expert's weight gradient in the form `atomic`; in `workspace` one is faster than any."""
+
+_SCHEDULES: Any = WeakTensorKeyDictionary()
+"""The schedule of a tensor of loads: a layer's two products ask for the same one."""
+
+
+def remember_schedule(loads_E: Tensor, offsets: Tensor, num_rows: int) -> None:
+    """Lay out the tiles of `num_rows` rows with `loads_E` an expert, whose bounds are `offsets`, int32 [E + 1]."""
+    _SCHEDULES[loads_E] = schedule_groups(offsets, num_rows)
+
+
+def _schedule(loads_E: Tensor, num_rows: int) -> GroupSchedule:
+    if loads_E not in _SCHEDULES:
+        remember_schedule(loads_E, F.pad(loads_E.cumsum(0), (1, 0)).int(), num_rows)
+    schedule: GroupSchedule = _SCHEDULES[loads_E]
+    return schedule
+
+
+def _wgrad(
+    dy_RN: Tensor, x: Tensor | Quantised, schedule: GroupSchedule, options: GemmOptions, power_of_two_dy: bool = False
+) -> Tensor:
+    """Return the experts' weight gradients, float32 [E, N, K]; the options' powers of two are x's scales, or dy's."""
+    return grouped_wgrad(
+        quantise_columns(dy_RN, schedule, power_of_two=power_of_two_dy),
+        quantise_columns(x, schedule, power_of_two=options.power_of_two and not power_of_two_dy),
+        schedule,
+        form="workspace" if options.is_wgrad_fixed else "atomic",
+        num_parts=1 if options.is_wgrad_fixed else WGRAD_PARTS,
+    )
+
+
+def _wgrad_bf16(dy_RN: Tensor, x_RK: Tensor, schedule: GroupSchedule) -> Tensor:
+    """Return what `_wgrad` does for BF16 operands: as grouped_mm gives it, in BF16, widened."""
+    dw_ENK = F.grouped_mm(dy_RN.t(), x_RK, offs=schedule.offsets[1:])
+    # Of an expert without rows nothing is promised; in the same pass the gradient becomes float32.
+    has_rows_E = schedule.offsets.diff() > 0
+    return torch.where(has_rows_E[:, None, None], dw_ENK, dw_ENK.new_zeros(1, 1, 1, dtype=torch.float32))
+
+
+def _bf16(x_RK: Tensor, w_EKN: Tensor, schedule: GroupSchedule) -> Tensor:
+    return F.grouped_mm(x_RK, w_EKN, offs=schedule.offsets[1:])
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """y = x w^T per expert. x bfloat16 [R, K], y bfloat16 [R, N], gradient of w float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_RK: Tensor, weight: Tensor, weights: Pair | None, schedule: GroupSchedule, options: GemmOptions
+    ) -> Tensor:
+        ctx.weights, ctx.schedule, ctx.options = weights, schedule, options
+        if weights is None:
+            ctx.save_for_backward(x_RK, weight)
+            return _bf16(x_RK, weight.transpose(1, 2), schedule)
+        x = quantise_rows(x_RK, power_of_two=options.power_of_two)
+        ctx.save_for_backward(x.values, x.scales)
+        return grouped_gemm(x, weights[0], schedule)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        dy_RN = gradients[0].contiguous()
+        first, second = ctx.saved_tensors
+        if ctx.weights is None:
+            dx_RK = _bf16(dy_RN, second, ctx.schedule)
+            return dx_RK, _wgrad_bf16(dy_RN, first, ctx.schedule), None, None, None
+        dx_RK = grouped_gemm(quantise_rows(dy_RN), ctx.weights[1], ctx.schedule)
+        dw_ENK = _wgrad(dy_RN, Quantised(first, second, 1), ctx.schedule, ctx.options)
+        return dx_RK, dw_ENK, None, None, None
+
+
+def grouped_linear(module: Weight, x_RK: Tensor, loads_E: Tensor, options: GemmOptions) -> Tensor:
+    """Return bfloat16 [R, N] for bfloat16 `x_RK` sorted by expert; `loads_E` int64 counts each expert's rows."""
+    schedule = _schedule(loads_E, x_RK.shape[0])
+    y_RN: Tensor = _GroupedLinear.apply(x_RK, module.weight, pair(module, is_grouped=True), schedule, options)
+    return y_RN
+
+
+class _WeightedDown(torch.autograd.Function):
+    """y = (p * swiglu(h)) w^T per expert; h, y bfloat16, p float32, gradient of w float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_R2F: Tensor,
+        prob_R: Tensor,
+        weight: Tensor,
+        weights: Pair | None,
+        schedule: GroupSchedule,
+        options: GemmOptions,
+        dprob_form: Any,
+    ) -> Tensor:
+        ctx.weights, ctx.schedule, ctx.options, ctx.dprob_form = weights, schedule, options, dprob_form
+        gate_RF, up_RF = h_R2F.chunk(2, -1)
+        a_RF = swiglu_forward(gate_RF, up_RF, prob_R)
+        if weights is None:
+            ctx.save_for_backward(prob_R, h_R2F, weight)
+            return _bf16(a_RF, weight.transpose(1, 2), schedule)
+        h = quantise_rows(h_R2F)
+        ctx.save_for_backward(prob_R, h.values, h.scales)
+        return grouped_gemm(quantise_rows(a_RF), weights[0], schedule)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        dy_RD = gradients[0].contiguous()
+        prob_R, first, second = ctx.saved_tensors
+        schedule, options = ctx.schedule, ctx.options
+        if ctx.weights is None:
+            gate_RF, up_RF = first.chunk(2, -1)
+            da_RF = _bf16(dy_RD, second, schedule)
+            dh_R2F = swiglu_backward(da_RF, gate_RF, up_RF, prob_R)
+            dprob_R = torch.bmm(da_RF[:, None], swiglu_forward(gate_RF, up_RF)[..., None]).flatten().float()
+            dw = _wgrad_bf16(dy_RD, swiglu_forward(gate_RF, up_RF, prob_R), schedule)
+        else:
+            h = Quantised(first, second, 1)
+            dy = quantise_rows(dy_RD, power_of_two=options.power_of_two)
+            dh_R2F, dprob_R = grouped_dgrad_swiglu(dy, ctx.weights[1], schedule, h, prob_R, form=ctx.dprob_form)
+            dw = _wgrad(dy_RD, cached_swiglu_forward(h, prob_R), schedule, options, options.power_of_two)
+        return dh_R2F, dprob_R, dw, None, None, None, None
+
+
+def weighted_down(
+    module: Weight, h_R2F: Tensor, prob_R: Tensor, loads_E: Tensor, options: GemmOptions, dprob_form: str
+) -> Tensor:
+    """Return bfloat16 [R, D] for bfloat16 `h_R2F` and float32 `prob_R`, both sorted by expert."""
+    schedule = _schedule(loads_E, h_R2F.shape[0])
+    weights = pair(module, is_grouped=True)
+    y_RD: Tensor = _WeightedDown.apply(h_R2F, prob_R, module.weight, weights, schedule, options, dprob_form)
+    return y_RD
+
+
+class _Down(torch.autograd.Function):
+    """y = swiglu(h) w^T; h, y bfloat16, gradient of w float32."""
+
+    @staticmethod
+    def forward(ctx: Any, h_T2F: Tensor, weight: Tensor, weights: Pair | None) -> Tensor:
+        ctx.weights = weights
+        gate_TF, up_TF = h_T2F.chunk(2, -1)
+        a_TF = swiglu_forward(gate_TF, up_TF)
+        if weights is None:
+            ctx.save_for_backward(h_T2F, weight)
+            return a_TF @ weight.t()
+        h = quantise_rows(h_T2F)
+        ctx.save_for_backward(h.values, h.scales)
+        return product(quantise_rows(a_TF), weights[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        dy_TD = gradients[0].contiguous()
+        first, second = ctx.saved_tensors
+        if ctx.weights is None:
+            gate_TF, up_TF = first.chunk(2, -1)
+            dh_T2F = swiglu_backward(dy_TD @ second, gate_TF, up_TF)
+            return dh_T2F, mm_fp32(dy_TD.t(), swiglu_forward(gate_TF, up_TF)), None
+        h = Quantised(first, second, 1)
+        dh_T2F = cached_swiglu_backward(product(quantise_rows(dy_TD), ctx.weights[1]), h)
+        return dh_T2F, dense_wgrad(dy_TD, cached_swiglu_forward(h), False, False), None
+
+
+def down(module: Weight, h_T2F: Tensor) -> Tensor:
+    """Return bfloat16 [T, D] for bfloat16 `h_T2F`; `module` has one weight [D, F]."""
+    y_TD: Tensor = _Down.apply(h_T2F, module.weight, pair(module))
+    return y_TD
