@@ -183,7 +183,7 @@ def bench_model(report: Report, digester: DeviceDigester, kernels: LeafKernels, 
             tickets = digester.submit_many(tensors)
             hosts.append(time.perf_counter() - start)
             for ticket in tickets:
-                ticket.resolve()
+                digester.resolve(ticket)
             wholes.append(time.perf_counter() - start)
         report.row(
             name,
@@ -261,7 +261,7 @@ def bench_host(report: Report, digester: DeviceDigester, out: torch.Tensor) -> N
             times.append((time.perf_counter() - start) / 100)
         microseconds = statistics.median(times) * 1e6
         report.row(name, f"{microseconds:.1f}", f"{microseconds / count:.2f}")
-    digester.submit_many(tensors[:1])[0].resolve()
+    digester.resolve(digester.submit_many(tensors[:1])[0])
     flushes = []
     for _ in range(50):
         digester.submit_many(tensors[:1])

@@ -3,7 +3,7 @@
     training thread                  the tensor's stream     side stream          writer's thread
     submit_many(tensors) -> tickets  kernel: leaf digests
                                      into a ring     ------> copy to the host --> digest of the leaves
-    tensor.add_(1), del tensor       runs after that                              ticket.resolve()
+    tensor.add_(1), del tensor       runs after that                              resolve(ticket)
 
 The kernel is launched on the stream that is current, so it reads a tensor's bits as they are between the
 operation before and the one after; that the tensor is overwritten or freed next does not matter, because
@@ -31,7 +31,7 @@ from bitcheck.digest import DIGEST_BYTES, LEAF_BYTES, begin_digest, num_leaves
 from bitcheck.errors import DigestError
 from bitcheck.hooks.kernels.cuda import CudaQueue
 from bitcheck.hooks.kernels.layout import address_of, as_transposed, as_words, row_blocks
-from bitcheck.hooks.kernels.ring import Flight, Ring
+from bitcheck.hooks.kernels.ring import Ring
 from bitcheck.hooks.tensors import Digest, digest_tensor, dtype_name
 
 RING_LEAVES = 2 * 1024 * 1024
@@ -59,16 +59,6 @@ Kind = tuple[str, tuple[int, ...], int]
 """A tensor's (dtype's name, shape, number of bytes): what its digest covers besides its bits."""
 
 
-class Ticket(Protocol):
-    """A digest that may still be under way."""
-
-    def resolve(self) -> Digest:
-        """Wait for and return (digest, leaf digests); b"" for leaf digests that are not kept.
-
-        Raises DigestError where the device has failed.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """What whoever records asks of a digester."""
@@ -87,17 +77,24 @@ class Digester(Protocol):
     def check(self, tensor: torch.Tensor) -> None:
         """Raise DigestError where `submit_many` could not take this tensor now."""
 
-    def submit_many(self, tensors: Sequence[torch.Tensor]) -> Sequence[Ticket]:
+    def submit_many(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Capture the bits of strided tensors as they are at this moment on their current stream.
 
-        Raises DigestError, and captures none, where `check` would.
+        Returns a ticket for each: a number and no object, for a step has thousands, and what outlives the moment
+        is what sets off Python's cyclic garbage collector. Raises DigestError, and captures none, where `check` would.
         """
 
-    def submit(self, tensor: torch.Tensor, kind: Kind) -> Ticket:
+    def submit(self, tensor: torch.Tensor, kind: Kind) -> int:
         """Do the same for one tensor of which the kind is known."""
 
     def flush(self) -> None:
-        """Set everything submitted on its way to the host; a ticket that is resolved does so itself."""
+        """Set everything submitted on its way to the host; `resolve` does so itself."""
+
+    def resolve(self, ticket: int) -> Digest:
+        """Wait for and return (digest, leaf digests), b"" for leaf digests that are not kept; once a ticket.
+
+        Raises DigestError where the device has failed, KeyError for a ticket that there is not, or is no more.
+        """
 
 
 def open_digester(device: torch.device, wishes: Wishes = Wishes()) -> Digester:
@@ -134,75 +131,35 @@ def _open_device_digester(device: torch.device, wishes: Wishes) -> DeviceDigeste
 class HostDigester:
     """The portable path: copies a tensor to the host in chunks and digests it there, at once."""
 
+    def __init__(self) -> None:
+        self._num_tickets = 0
+        self._known: dict[int, Digest] = {}
+
     def check(self, tensor: torch.Tensor) -> None:
         """Raise DigestError where the stream is being captured: a copy to the host would break the graph."""
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise DigestError(_CAPTURING)
 
-    def submit_many(self, tensors: Sequence[torch.Tensor]) -> Sequence[Ticket]:
+    def submit_many(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Digest each tensor now; the training thread waits for the copies."""
         for tensor in tensors:
             self.check(tensor)
-        return [_Known(digest_tensor(tensor)) for tensor in tensors]
+        first = self._num_tickets
+        self._num_tickets += len(tensors)
+        tickets = list(range(first, self._num_tickets))
+        self._known.update(zip(tickets, map(digest_tensor, tensors), strict=True))
+        return tickets
 
-    def submit(self, tensor: torch.Tensor, kind: Kind) -> Ticket:
+    def submit(self, tensor: torch.Tensor, kind: Kind) -> int:
         """Do the same for one tensor."""
         return self.submit_many([tensor])[0]
 
     def flush(self) -> None:
         """Do nothing: nothing is under way."""
 
-
-class _Known:
-    __slots__ = ("digest",)
-
-    def __init__(self, digest: Digest) -> None:
-        self.digest = digest
-
-    def resolve(self) -> Digest:
-        return self.digest
-
-
-class DeviceTicket:
-    """A digest whose leaves are computed on a device."""
-
-    __slots__ = ("_digest", "_hash", "_kind", "_leaves", "_missing", "_ring", "_wishes", "flight")
-
-    def __init__(self, ring: Ring, wishes: Wishes, kind: Kind) -> None:
-        self._ring = ring
-        self._wishes = wishes
-        self._kind = kind
-        self._missing = num_leaves(kind[2]) * DIGEST_BYTES
-        self._hash: Any = None
-        self._leaves = b""
-        self._digest: bytes | None = None
-        self.flight: Flight | None = None
-        """With which its last leaves go to the host."""
-
-    def receive(self, leaves: memoryview) -> None:
-        """Take the next leaf digests, 16 bytes each."""
-        if self._hash is None:
-            self._hash = begin_digest(*self._kind)
-        self._hash.update(leaves)
-        if self._wishes.keeps_leaves(self._kind[2]):
-            self._leaves += leaves
-        self._missing -= len(leaves)
-        if not self._missing:
-            self._digest, self._hash = self._hash.digest(), None
-
-    def is_known(self) -> bool:
-        """Say whether all leaves have arrived."""
-        return self._digest is not None
-
-    def resolve(self) -> Digest:
-        """Wait for and return (digest, leaf digests). Raises DigestError where the device has failed."""
-        if self.flight is None and self._digest is None:
-            self.receive(memoryview(b""))  # an empty tensor
-        while self._digest is None:
-            if self.flight is not None and self.flight.number < 0:
-                self._ring.flush()
-            self._ring.land(self.is_known)
-        return self._digest, self._leaves
+    def resolve(self, ticket: int) -> Digest:
+        """Return (digest, leaf digests). Raises KeyError for a ticket that there is not, or is no more."""
+        return self._known.pop(ticket)
 
 
 class _Pieces:
@@ -211,11 +168,11 @@ class _Pieces:
     __slots__ = ("addresses", "sizes", "tickets")
 
     def __init__(self) -> None:
-        self.tickets: list[DeviceTicket] = []
+        self.tickets: list[int] = []
         self.addresses: list[int] = []
         self.sizes: list[int] = []
 
-    def add(self, ticket: DeviceTicket, address: int, num_bytes: int) -> None:
+    def add(self, ticket: int, address: int, num_bytes: int) -> None:
         self.tickets.append(ticket)
         self.addresses.append(address)
         self.sizes.append(num_bytes)
@@ -264,8 +221,14 @@ class DeviceDigester:
         self._flight_leaves = self._launch_leaves // 2
         self._table_tensors = min(MAX_TABLE_TENSORS, ring_leaves // 8)
         self._scratch_stream: int | None = None
+        self._num_tickets = 0
+        self._kinds: dict[int, Kind] = {}
+        """Of the tickets whose leaves are under way."""
+        self._begun: dict[int, tuple[Any, int, bytes]] = {}
+        """Of tickets whose leaves come in several flights: the hash so far, bytes missing, leaves kept."""
+        self._known: dict[int, Digest] = {}
         with queue.current(), queue.aside():
-            self._ring = Ring(queue, ring_leaves, lambda: wishes.on_departure(self._land_one))
+            self._ring = Ring(queue, ring_leaves, self._receive, lambda: wishes.on_departure(self._land_one))
             self._scratch = queue.empty(scratch_bytes, torch.uint8)
             queue.synchronize()
         self._scratch_address = self._scratch.data_ptr()
@@ -279,7 +242,7 @@ class DeviceDigester:
                 raise DigestError(_CAPTURING)
             address_of(tensor, tensor.nbytes)
 
-    def submit_many(self, tensors: Sequence[torch.Tensor]) -> Sequence[Ticket]:
+    def submit_many(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Capture the bits of strided tensors as they are at this moment on the current stream.
 
         One launch for many. Waits only where the ring is full. Raises DigestError,
@@ -293,18 +256,19 @@ class DeviceDigester:
             with self._queue.current():
                 return self._submit(tensors)
 
-    def _submit(self, tensors: Sequence[torch.Tensor]) -> list[DeviceTicket]:
+    def _submit(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         tickets = []
         pieces = _Pieces()
         owners, addresses, sizes = pieces.tickets, pieces.addresses, pieces.sizes
-        strided: list[tuple[DeviceTicket, torch.Tensor]] = []
-        for tensor in tensors:  # in the training thread, some microseconds a tensor: hence so plain
+        strided: list[tuple[int, torch.Tensor]] = []
+        found = [address_of(tensor, tensor.nbytes) for tensor in tensors]
+        for tensor, address in zip(tensors, found, strict=True):  # some microseconds each: hence so plain
             num_bytes = tensor.nbytes
-            ticket = DeviceTicket(self._ring, self._wishes, (dtype_name(tensor), tuple(tensor.shape), num_bytes))
+            ticket = self._add_ticket((dtype_name(tensor), tuple(tensor.shape), num_bytes))
             tickets.append(ticket)
             if num_bytes == 0:
+                self._receive(ticket, memoryview(b""))
                 continue
-            address = address_of(tensor, num_bytes)
             if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
                 owners.append(ticket)
                 addresses.append(address)
@@ -322,7 +286,12 @@ class DeviceDigester:
             self._ring.flush()
         return tickets
 
-    def submit(self, tensor: torch.Tensor, kind: Kind) -> Ticket:
+    def _add_ticket(self, kind: Kind) -> int:
+        self._num_tickets = ticket = self._num_tickets + 1
+        self._kinds[ticket] = kind
+        return ticket
+
+    def submit(self, tensor: torch.Tensor, kind: Kind) -> int:
         """Do as `submit_many` for one tensor of which the kind is known.
 
         A short way for what is done thousands of times a step: a contiguous tensor, a launch of its own.
@@ -340,13 +309,12 @@ class DeviceDigester:
             ):
                 return self.submit_many([tensor])[0]
             address = address_of(tensor, num_bytes)
-            ticket = DeviceTicket(ring, self._wishes, kind)
+            ticket = self._add_ticket(kind)
             stream = queue.stream()
             flight, slot = ring.reserve(count)
             self._kernels.hash_one(address, num_bytes, ring.address(slot), stream)
             ring.mark(stream)
-            flight.receivers.append((ticket, slot - flight.start, count))
-            ticket.flight = flight
+            flight.add(ticket, slot - flight.start, count)
             if ring.num_filling >= self._flight_leaves:
                 ring.flush()
         return ticket
@@ -390,8 +358,7 @@ class DeviceDigester:
             pieces.tickets, pieces.addresses, pieces.sizes, counts, strict=True
         ):
             self._kernels.hash_one(address, num_bytes, self._ring.address(slot), stream)
-            flight.receivers.append((ticket, slot - flight.start, count))
-            ticket.flight = flight
+            flight.add(ticket, slot - flight.start, count)
             slot += count
 
     def _launch_table(self, pieces: _Pieces, stream: int) -> None:
@@ -409,12 +376,11 @@ class DeviceDigester:
         self._kernels.hash_table(self._ring.address(slot), num_tensors, leaves, out_address, stream)
         firsts += slot - flight.start + table_slots
         for ticket, first, count in zip(pieces.tickets, firsts.tolist(), counts.tolist(), strict=True):
-            flight.receivers.append((ticket, first, count))
-            ticket.flight = flight
+            flight.add(ticket, first, count)
 
     # --- tensors that are not contiguous
 
-    def _gather(self, strided: list[tuple[DeviceTicket, torch.Tensor]], pieces: _Pieces, stream: int) -> _Pieces:
+    def _gather(self, strided: list[tuple[int, torch.Tensor]], pieces: _Pieces, stream: int) -> _Pieces:
         """Copy tensors to row-major order into the scratch buffer; return `pieces` with these added.
 
         Whenever the buffer is full, what there is of `pieces` is launched, which empties both.
@@ -466,6 +432,34 @@ class DeviceDigester:
     def flush(self) -> None:
         """Send what was submitted on its way to the host, behind the streams that still compute it."""
         self._ring.flush()
+
+    def resolve(self, ticket: int) -> Digest:
+        """Wait for and return (digest, leaf digests), b"" for leaf digests that are not kept; once a ticket.
+
+        Raises DigestError where the device has failed, KeyError for a ticket that there is not, or is no more.
+        """
+        if ticket not in self._kinds and ticket not in self._known:  # in this order: it goes from one to the other
+            raise KeyError(ticket)
+        while (found := self._known.pop(ticket, None)) is None:
+            if not self._ring.land(lambda: ticket in self._known):
+                self._ring.flush()
+        return found
+
+    def _receive(self, ticket: int, leaves: memoryview) -> None:
+        """Take a ticket's next leaf digests, 16 bytes each."""
+        kind = self._kinds[ticket]
+        num_bytes = kind[2]
+        begun = self._begun.pop(ticket, None) if self._begun else None
+        taken, missing, kept = begun or (begin_digest(*kind), num_leaves(num_bytes) * DIGEST_BYTES, b"")
+        taken.update(leaves)
+        missing -= len(leaves)
+        if self._wishes.keeps_leaves(num_bytes):
+            kept += leaves
+        if missing:
+            self._begun[ticket] = taken, missing, kept
+            return
+        self._known[ticket] = taken.digest(), kept
+        del self._kinds[ticket]
 
     def _land_one(self) -> None:
         self._ring.land(lambda: False)

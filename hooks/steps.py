@@ -29,7 +29,7 @@ from bitcheck.hooks.tensors import (
 )
 
 if TYPE_CHECKING:
-    from bitcheck.hooks.device_digest import Digester, Ticket
+    from bitcheck.hooks.device_digest import Digester
 
 
 UNREAD = bytes(16)
@@ -140,7 +140,8 @@ class StepBuilder:
         self._digesters = digesters
         self._known = known if known is not None else {}
         self._counts: dict[tuple[Phase, str, str, str, bool], int] = {}
-        self._tickets: dict[int, Ticket] = {}
+        self._owed: dict[torch.device, dict[int, int]] = {}
+        """Event -> ticket of its digest, for each device."""
         self._unsettled: set[int] = set()
         self._remembered: dict[int, tuple[weakref.ref[torch.Tensor], int, list[int]]] = {}
 
@@ -174,9 +175,9 @@ class StepBuilder:
             self._same(site), record.dtypes[known], record.shapes[known], record.num_bytes[known],
             record.digests[known], record.leaves[known], group, tuple(inputs),
         )  # fmt: skip
-        ticket = self._tickets.get(known)
-        if ticket is not None:
-            self._tickets[index] = ticket
+        owed = self._owed.get(tensor.device)
+        if owed is not None and known in owed:
+            owed[index] = owed[known]
         return [index]
 
     def _same(self, value: Named) -> Named:
@@ -257,8 +258,14 @@ class StepBuilder:
         except DigestError:
             return None  # the long way tells why
         index = self.record.add(site, *kind, b"", b"", group, inputs)
-        self._tickets[index] = ticket
+        self._owe(tensor.device, index, ticket)
         return index
+
+    def _owe(self, device: torch.device, index: int, ticket: int) -> None:
+        owed = self._owed.get(device)
+        if owed is None:
+            owed = self._owed[device] = {}
+        owed[index] = ticket
 
     def _add_on_device(
         self, given: Sequence[tuple[Site, torch.Tensor, tuple[int, ...]]], group: int
@@ -279,7 +286,7 @@ class StepBuilder:
         record, added = self.record, []
         for (site, _, inputs), kind, ticket in zip(given, kinds, tickets, strict=True):
             index = record.add(site, *kind, b"", b"", group, inputs)
-            self._tickets[index] = ticket
+            self._owe(device, index, ticket)
             added.append(index)
         return added
 
@@ -339,7 +346,8 @@ class StepBuilder:
                 self.miss(f"{site.text(False)}: {error}")
         for device, parts in waiting.items():
             tickets = self._digesters[device].submit_many([part for _, part in parts])
-            self._tickets.update((index, ticket) for (index, _), ticket in zip(parts, tickets, strict=True))
+            for (index, _), ticket in zip(parts, tickets, strict=True):
+                self._owe(device, index, ticket)
         return added
 
     def add_value(self, site: Site, value: object, group: int = -1) -> list[int]:
@@ -391,7 +399,8 @@ class StepBuilder:
                 self.record.digests[index], self.record.leaves[index] = digest_tensor(tensor)
             else:
                 self._digesters[tensor.device].check(tensor)
-                self._tickets[index] = self._digesters[tensor.device].submit_many([tensor])[0]
+                (ticket,) = self._digesters[tensor.device].submit_many([tensor])
+                self._owe(tensor.device, index, ticket)
         except DigestError as error:
             self.miss(f"{self.record.sites[index].text(False)}: {error}")
 
@@ -404,9 +413,12 @@ class StepBuilder:
     def finish(self) -> StepColumns:
         """Wait for the digests that devices still owe and return the step."""
         record = self.record
-        for index, ticket in self._tickets.items():
-            record.digests[index], record.leaves[index] = ticket.resolve()
-        self._tickets.clear()
+        for device, owed in self._owed.items():
+            digester = self._digesters[device]
+            known = {ticket: digester.resolve(ticket) for ticket in dict.fromkeys(owed.values())}
+            for index, ticket in owed.items():
+                record.digests[index], record.leaves[index] = known[ticket]
+        self._owed.clear()
         return record
 
 

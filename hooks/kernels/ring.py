@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -35,36 +35,47 @@ _NO_FUNCTION: Any = torch._C.DisableTorchFunction
 _NO_DISPATCH: Any = torch._C._DisableTorchDispatch
 
 
-class Receiver(Protocol):
-    """Who waits for leaf digests."""
-
-    def receive(self, leaves: memoryview) -> None:
-        """Take leaf digests, 16 bytes each; their memory is used again as soon as this returns."""
-
-
 class Flight:
     """Slots [start, end) of the ring, counted without end, that go to the host together."""
 
-    __slots__ = ("end", "number", "receivers", "start")
+    __slots__ = ("counts", "end", "firsts", "number", "start", "tickets")
 
     def __init__(self, start: int) -> None:
         self.start = self.end = start
         self.number = -1
         """Its place among the flights that left; -1 while it is being filled."""
-        self.receivers: list[tuple[Receiver, int, int]] = []
-        """(who waits, for which slots: the first, counted from the flight's own first, and how many)."""
+        self.tickets: list[int] = []
+        """For whom slots are,"""
+        self.firsts: list[int] = []
+        """the first of each one's, counted from the flight's own first,"""
+        self.counts: list[int] = []
+        """and how many."""
+
+    def add(self, ticket: int, first: int, count: int) -> None:
+        """Note for whom slots are."""
+        self.tickets.append(ticket)
+        self.firsts.append(first)
+        self.counts.append(count)
 
 
 class Ring:
     """Slots of 16 bytes on a device, and the same number in pinned memory, allocated here and now.
 
-    `on_departure` is called after each flight's departure by whoever sent it, `lock` held.
+    `receive(ticket, leaf digests)` is called for each part that has landed; the memory of the leaf digests is used
+    again as soon as it returns. `on_departure` is called after each flight's departure by whoever sent it, `lock` held.
     """
 
-    def __init__(self, queue: CudaQueue, num_slots: int, on_departure: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        queue: CudaQueue,
+        num_slots: int,
+        receive: Callable[[int, memoryview], None],
+        on_departure: Callable[[], None] = lambda: None,
+    ) -> None:
         self.lock = threading.RLock()
         """Held from `reserve` to `mark`, and to flush."""
         self._queue = queue
+        self._receive = receive
         self._on_departure = on_departure
         self._landing = threading.Lock()
         """Held to wait for the oldest flight and to empty it; taken after `lock`, never before."""
@@ -163,10 +174,9 @@ class Ring:
             flight = self._flights[0]
             self._wait(flight.number)
             at = flight.start % self._capacity
-            for receiver, first, count in flight.receivers:
+            for ticket, first, count in zip(flight.tickets, flight.firsts, flight.counts, strict=True):
                 start = (at + first) * DIGEST_BYTES
-                receiver.receive(self._host_bytes[start : start + count * DIGEST_BYTES])
-            flight.receivers.clear()
+                self._receive(ticket, self._host_bytes[start : start + count * DIGEST_BYTES])
             self._tail = flight.end
             self._flights.popleft()
             return True
