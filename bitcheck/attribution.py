@@ -189,6 +189,18 @@ class _StepGraph:
         }
 
     @cached_property
+    def _unlike_owners(self) -> dict[int, set[tuple[str, str]]]:
+        """rank -> (root, path) of modules of which a parameter differs."""
+        return {
+            rank: {
+                (site.root, owner_of(site.path))
+                for site in map(self.pairs[rank].site, positions)
+                if site.phase is Phase.PARAM
+            }
+            for rank, positions in self.parted.items()
+        }
+
+    @cached_property
     def _calls(self) -> dict[int, dict[tuple[str, str], list[int]]]:
         """rank -> (root, path) of a module -> its arguments and outputs in this step."""
         calls: dict[int, dict[tuple[str, str], list[int]]] = {}
@@ -272,12 +284,17 @@ class _StepGraph:
         return self._anywhere(set(Phase) - set(AFTER_GRADIENTS))
 
     def _buffer(self, place: Place, site: Site, inputs: list[int]) -> bool:
+        """Its module's forward writes it, or whoever derives it from the new parameters: weights cast to FP8, say."""
         pair = self.pairs[place.rank]
         owner = owner_of(site.path)
         calls = self._calls[place.rank].get((site.root, owner))
         if calls:
-            return any(pair.standing[position] for position in calls) or self._before(place, (Phase.COMM,), True)
-        return self._before(place, set(Phase) - {Phase.BUFFER, *OPTIMIZED, Phase.EXTRA}, True)
+            return (
+                any(pair.standing[position] for position in calls)
+                or self._before(place, (Phase.COMM,), True)
+                or (site.root, owner) in self._unlike_owners[place.rank]
+            )
+        return self._before(place, set(Phase) - {Phase.BUFFER, Phase.EXTRA}, True)
 
     def _extra(self, place: Place, site: Site, inputs: list[int]) -> bool:
         return self._before(place, set(Phase) - {Phase.EXTRA}, True)

@@ -216,6 +216,16 @@ def test_a_buffer_whose_module_had_equal_arguments_and_outputs_is_an_origin_besi
     assert blamed(step) == ["forward/head:out", "buffer/norm.mean:value"]
 
 
+def test_a_buffer_derived_from_a_parameter_of_its_module_that_differs_is_no_origin() -> None:
+    step = Step().add("forward/norm:in.0").add("forward/norm:out", inputs=("forward/norm:in.0",))
+    step.add("param/head.weight:value", "other").add("param/norm.weight:value")
+    step.add("buffer/norm.codes:value", "other").add("buffer/head.codes:value", "other")
+    assert blamed(step) == ["param/head.weight:value", "buffer/norm.codes:value"]
+    assert blamed(Step().add("param/a.weight:value", "other").add("buffer/b.copy:value", "other")) == [
+        "param/a.weight:value"  # level state: who derives what is not known
+    ]
+
+
 def test_tracked_state_inherits_from_parameters() -> None:
     assert blamed(Step().add("param/fc.weight:value", "other").add("extra/ema:fc", "other")) == [
         "param/fc.weight:value"
