@@ -202,3 +202,152 @@ def test_memory_that_is_freed_and_overwritten_right_after_a_hook_keeps_its_diges
     with open_run(tmp_path / "a") as baseline, open_run(tmp_path / "b") as candidate:
         answer = diff_runs(baseline, candidate)
     assert answer.verdict == "identical", answer.explanation
+
+
+# --- programs that the recorder must not disturb, and must see rightly
+
+
+class Flip(nn.Module):
+    """Changes one bit of what passes through, on the device, in the step that is planned."""
+
+    def __init__(self, planned: int | None) -> None:
+        super().__init__()
+        self.planned, self.step = planned, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        if self.step == self.planned:
+            with torch.no_grad():
+                y.view(torch.int32)[0, 0] ^= 1
+        return y
+
+
+class SideStream(nn.Module):
+    """Computes on a stream of its own, its result ready before anyone reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(64))
+        self.stream = torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        self.stream.wait_stream(main)
+        with torch.cuda.stream(self.stream):
+            y = x @ self.weight
+            x.record_stream(self.stream)
+        main.wait_stream(self.stream)
+        y.record_stream(main)
+        return y
+
+
+def make_inside(kind: str) -> nn.Module:
+    inside = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).cuda()
+    if kind == "streams":
+        return nn.Sequential(inside, SideStream().cuda())
+    if kind == "graphed":
+        graphed = torch.cuda.make_graphed_callables(inside, (torch.randn(32, 64, device="cuda", requires_grad=True),))
+        assert isinstance(graphed, nn.Module)
+        return graphed
+    if kind == "compiled":
+        compiled = torch.compile(inside)
+        assert isinstance(compiled, nn.Module)
+        return compiled
+    compiled = torch.compile(inside, mode="reduce-overhead")
+    assert isinstance(compiled, nn.Module)
+    return compiled
+
+
+def train_around(kind: str, folder: Path | None, level: str, planned: int | None = None) -> list[torch.Tensor]:
+    """Train a module of `kind` between two others under autocast, scaling and clipping; return what it ends with."""
+    torch.manual_seed(0)
+    flip = Flip(planned).cuda()
+    first, inside, last = nn.Linear(64, 64).cuda(), make_inside(kind), nn.Linear(64, 1).cuda()
+    model = nn.ModuleDict({"first": first, "inside": inside, "flip": flip, "last": last})
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts.values():
+                x = part(x)
+            return x
+
+    whole = Whole()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3, fused=True)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8)
+
+    def steps(end: Any) -> None:
+        for number in range(STEPS + 2):
+            flip.step = number
+            x = torch.randn(32, 64, device="cuda")
+            loss = whole(x).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            end()
+
+    record_or_not(folder, whole, optimizer, level, steps)
+    return [tensor.detach().clone() for tensor in (*whole.parameters(), torch.cuda.get_rng_state())]
+
+
+@pytest.mark.parametrize("level", ["module", "op"])
+@pytest.mark.parametrize("kind", ["streams", "graphed", "compiled", "compiled with graphs"])
+def test_streams_graphs_and_compiled_modules_keep_their_bits_and_a_changed_bit_is_found(
+    kind: str, level: str, tmp_path: Path, deterministic: None
+) -> None:
+    bare = train_around(kind, None, level)
+    for name in ("a", "b"):
+        recorded = train_around(kind, tmp_path / name, level)
+        assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(bare, recorded, strict=True))
+    train_around(kind, tmp_path / "c", level, planned=3)
+    with open_run(tmp_path / "a") as baseline, open_run(tmp_path / "b") as candidate:
+        answer = diff_runs(baseline, candidate)
+    assert answer.verdict == "identical", answer.explanation
+    with open_run(tmp_path / "a") as baseline, open_run(tmp_path / "c") as candidate:
+        answer = diff_runs(baseline, candidate)
+    expected = "forward" if level == "module" else "structure"  # there the bit is changed by one operation more
+    assert (answer.verdict, str(answer.cause)) == ("diverged", expected), answer.explanation
+    assert answer.first is not None
+    assert answer.first.step == 3
+    assert answer.first.module == "parts.flip", answer.first
+
+
+def test_a_graph_captured_while_recording_is_neither_broken_nor_broken_into(
+    tmp_path: Path, deterministic: None
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(32, 64, device="cuda")
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    with bitcheck.record(tmp_path / "a", model, optimizer) as rec:
+        step()
+        rec.step()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.stream(side):
+            model(x)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.no_grad(), torch.cuda.graph(graph):
+            captured = model(x)
+        graph.replay()
+        with torch.no_grad():
+            assert torch.equal(captured, model(x))
+        step()
+        rec.step()
+    with open_run(tmp_path / "a") as run:
+        reader = run.rank(0)
+        missed = [note for row in range(reader.num_rows) for note in reader.load(row).unobserved]
+    assert any("CUDA graph is being captured" in note for note in missed), missed
