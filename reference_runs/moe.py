@@ -44,11 +44,11 @@ def select_top(scores_TE: Tensor, count: int, is_stable: bool) -> Tensor:
     neither (a row of 16 equal scores gives 10, 11, 12, 9 on a CPU). Otherwise equal ones are taken in
     any order, and the chosen are listed in any order, as parallel selection on a GPU does.
     """
+    if (gpu := gpu_forms(scores_TE)) is not None:
+        chosen: Tensor = gpu.select_top(scores_TE, count, is_stable)
+        return chosen
     if is_stable:
         return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    if (gpu := gpu_forms(scores_TE)) is not None:
-        chosen: Tensor = gpu.select_any(scores_TE, count)
-        return chosen
     shuffled_TE = arrival_ranks(*scores_TE.shape).to(scores_TE.device)
     best = scores_TE.gather(1, shuffled_TE).sort(dim=-1, descending=True, stable=True).indices[:, :count]
     return shuffled_TE.gather(1, best).gather(1, arrival_ranks(*best.shape).to(best.device))

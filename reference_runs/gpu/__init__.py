@@ -22,7 +22,7 @@ from bitcheck.reference_runs.gpu.routing import (
     make_plan,
     permute_probabilities,
     scores_of_chosen,
-    select_any,
+    select_top,
 )
 from bitcheck.reference_runs.gpu.rows import embedding, rms_norm
 from bitcheck.reference_runs.gpu.update import unscale_and_clip, update
@@ -41,7 +41,7 @@ __all__ = [
     "rms_norm",
     "scan",
     "scores_of_chosen",
-    "select_any",
+    "select_top",
     "unscale_and_clip",
     "update",
     "weighted_down",

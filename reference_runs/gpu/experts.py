@@ -5,7 +5,7 @@ In FP8 these are the trainer's kernels: torch has no grouped product with blockw
 
 The switch `moe.dprob` is the epilogue of the grouped dgrad. In BF16 there is no such epilogue: torch sums a
 row's products in one program, in any form. `moe.wgrad` in FP8: `workspace` is one program a tile of the
-gradient, with nothing to add up; `atomic` two that race. In BF16 grouped_mm has one program a tile.
+gradient, with nothing to add up; `atomic` three that race. In BF16 grouped_mm has one program a tile.
 
 Legend: R rows sorted by expert, D model width, F expert width, E experts, N features out, K features in.
 """
@@ -35,8 +35,10 @@ from bitcheck.reference_runs.kernels.swiglu import (
 )
 from bitcheck.reference_runs.linear import GemmOptions, Weight
 
-WGRAD_PARTS = 2
-"""Split-K parts of an expert's weight gradient in the form `atomic`; in `workspace` one is faster than any."""
+WGRAD_PARTS = 3
+"""Split-K parts of an expert's weight gradient in the form `atomic`: two terms have the same sum in either order.
+
+In `workspace` one part is faster than any number (benchmarks/results)."""
 
 _SCHEDULES: Any = WeakTensorKeyDictionary()
 """The schedule of a tensor of loads: a layer's two products ask for the same one."""

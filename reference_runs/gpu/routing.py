@@ -17,11 +17,12 @@ from bitcheck.reference_runs.gpu.experts import remember_schedule
 from bitcheck.reference_runs.kernels.combine import combine as combine_rows
 from bitcheck.reference_runs.kernels.combine import invert_permutation
 from bitcheck.reference_runs.kernels.quantise import quantise_rows
+from bitcheck.reference_runs.kernels.topk import topk
 
 
-def select_any(scores_TE: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` largest in each row, int64 [T, count], ties and the order as they come."""
-    return scores_TE.topk(count, sorted=False).indices
+def select_top(scores_TE: Tensor, count: int, is_stable: bool) -> Tensor:
+    """Return the indices of the `count` largest in each row, int64 [T, count]: the switch `moe.topk`."""
+    return topk(scores_TE, count, form="stable" if is_stable else "unstable")
 
 
 def make_plan(experts_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

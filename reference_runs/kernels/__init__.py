@@ -6,12 +6,14 @@
     gemm             FP8 GEMM, promoted every 128 K: fprop, dgrad and wgrad of a Linear
     grouped_gemm     the same over experts; the dprob epilogue (`atomic`, `serial`, `slots`)
     grouped_wgrad    an expert's weight gradient (`workspace`, `atomic`)
+    topk             the chosen experts of a token (`stable`, `unstable`)
     swiglu           w1 x, w3 x -> silu(w1 x) * w3 x, forward and backward
     combine          the K expert rows of a token -> one (`gather`, `atomic`)
     norm             RMSNorm, forward and backward; dweight (`two-stage`, `atomic`)
     embedding        the table's gradient (`sorted`, `atomic`)
     ssm              chunked state-space scan, forward
     ssm_backward     its gradients (`workspace`, `atomic`)
+    adamw            one pass over a parameter, its master and its moments
     slots            partial sums in their own slots, summed in index order
 
 Every reduction over programs exists twice. The deterministic form gives each program a place of

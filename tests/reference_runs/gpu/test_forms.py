@@ -1,0 +1,341 @@
+"""Each GPU form against the portable form of the same module: values and every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bitcheck.reference_runs import device as devices
+from bitcheck.reference_runs.attention import AttentionCore
+from bitcheck.reference_runs.configs import get_config
+from bitcheck.reference_runs.embedding import Embedding, Head
+from bitcheck.reference_runs.experts import Down, WeightedDown
+from bitcheck.reference_runs.linear import GroupedLinear, Linear
+from bitcheck.reference_runs.model import Model
+from bitcheck.reference_runs.moe import Combine, Dispatch, MoE, make_plan
+from bitcheck.reference_runs.norm import RMSNorm
+from bitcheck.reference_runs.optimizer import make_optimizer, unscale_and_clip
+from bitcheck.reference_runs.scan import Scan
+from bitcheck.reference_runs.switches import Switches
+from tests.reference_runs.gpu.conftest import OnDevice
+
+BF16_STEP = 2.0**-8
+LOADS = torch.tensor([70, 0, 130, 1])
+"""Ragged experts, one of them empty, one of a single row."""
+NUM_ROWS = 201
+
+
+@contextmanager
+def portable() -> Any:
+    """Inside a test whose CPU tensors take the GPU's forms: the portable ones again."""
+    was, devices._is_interpreted = devices._is_interpreted, False
+    try:
+        yield
+    finally:
+        devices._is_interpreted = was
+
+
+def run(module: nn.Module, operands: Sequence[Tensor], dy: Tensor) -> dict[str, Tensor]:
+    """The output, and the gradients of operands and parameters, on the CPU."""
+    place = next((p.device for p in module.parameters()), operands[0].device)
+    inputs = [operand.detach().to(place).requires_grad_(operand.is_floating_point()) for operand in operands]
+    y = module(*inputs)
+    y.backward(dy.to(place))
+    results = {"y": y.detach()}
+    results |= {f"d{index}": x.grad for index, x in enumerate(inputs) if x.grad is not None}
+    results |= {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return {name: tensor.cpu() for name, tensor in results.items()}
+
+
+def assert_agree(
+    on_device: OnDevice[Any], module: nn.Module, operands: Sequence[Tensor], dy: Tensor, relative: float
+) -> dict[str, Tensor]:
+    with portable():
+        theirs = run(module, operands, dy)
+    module.zero_grad()
+    copied = on_device(module)
+    if torch.cuda.is_available() and not any(True for _ in module.parameters()):
+        operands, dy = [operand.cuda() for operand in operands], dy.cuda()
+    ours = run(copied, operands, dy)
+    assert ours.keys() == theirs.keys()
+    for name, theirs_of in theirs.items():
+        assert ours[name].dtype == theirs_of.dtype, name
+        assert ours[name].shape == theirs_of.shape, name
+        error = (ours[name].double() - theirs_of.double()).norm() / theirs_of.double().norm()
+        assert error < relative, f"{name}: {error:.2e}"
+    return ours
+
+
+@pytest.mark.parametrize(("precision", "relative"), [("bf16", 2 * BF16_STEP), ("fp8", 2 * BF16_STEP)])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_a_linear(on_device: OnDevice[Any], precision: Any, relative: float, power_of_two: bool) -> None:
+    linear = Linear(160, 80, precision, 0.1, power_of_two)
+    assert_agree(on_device, linear, [torch.randn(3, 50, 160).bfloat16()], torch.randn(3, 50, 80).bfloat16(), relative)
+
+
+def test_a_linear_of_strided_rows_as_a_split_leaves_them(on_device: OnDevice[Any]) -> None:
+    x, dy = torch.randn(150, 192).bfloat16()[:, 16:176], torch.randn(150, 160).bfloat16()[:, 40:120]
+    assert_agree(on_device, Linear(160, 80, "fp8", 0.1), [x], dy, 2 * BF16_STEP)
+
+
+def test_a_linear_whose_width_no_product_takes_falls_back_to_the_portable_form(on_device: OnDevice[Any]) -> None:
+    linear = Linear(72, 80, "fp8", 0.1)
+    x, dy = torch.randn(150, 72).bfloat16(), torch.randn(150, 80).bfloat16()
+    # On a CPU it is the same code; on a GPU other orders of summation.
+    assert_agree(on_device, linear, [x], dy, BF16_STEP)
+
+
+class OverExperts(nn.Module):
+    """A module over experts whose loads are given beforehand."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *operands: Tensor) -> Any:
+        return self.module(*operands, LOADS.to(operands[0].device))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("is_wgrad_fixed", [True, False])
+def test_a_grouped_linear(on_device: OnDevice[Any], precision: Any, is_wgrad_fixed: bool) -> None:
+    linear = OverExperts(GroupedLinear(4, 160, 80, precision, 0.1, is_wgrad_fixed))
+    x, dy = torch.randn(NUM_ROWS, 160).bfloat16(), torch.randn(NUM_ROWS, 80).bfloat16()
+    ours = assert_agree(on_device, linear, [x], dy, 2 * BF16_STEP)
+    assert not ours["module.weight"][1].any()
+
+
+@pytest.mark.parametrize("dprob_form", ["slots", "serial", "atomic"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_the_experts_second_half(on_device: OnDevice[Any], precision: Any, dprob_form: str) -> None:
+    down = OverExperts(WeightedDown(4, 208, 48, precision, 0.1, dprob_form, is_wgrad_fixed=True))
+    h, prob, dy = torch.randn(NUM_ROWS, 416).bfloat16(), torch.rand(NUM_ROWS), torch.randn(NUM_ROWS, 48).bfloat16()
+    assert_agree(on_device, down, [h, prob], dy, 6 * BF16_STEP)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_dense_second_half(on_device: OnDevice[Any], precision: Any) -> None:
+    down = Down(208, 48, precision, 0.1)
+    h, dy = torch.randn(150, 416).bfloat16(), torch.randn(150, 48).bfloat16()
+    assert_agree(on_device, down, [h], dy, 6 * BF16_STEP)
+
+
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_a_norm_and_an_embedding(on_device: OnDevice[Any], is_fixed: bool) -> None:
+    norm = RMSNorm(96, 1e-6, is_fixed)
+    norm.weight.data.copy_(torch.rand(96) + 0.5)
+    x, dy = torch.randn(70, 160).bfloat16()[:, :96], torch.randn(70, 96).bfloat16()
+    assert_agree(on_device, norm, [x], dy, 2 * BF16_STEP)
+    ids, dy = torch.randint(0, 40, (5, 40)), torch.randn(5, 40, 24)
+    assert_agree(on_device, Embedding(64, 24, 1.0, is_fixed), [ids], dy, 1e-6)
+
+
+def test_the_heads_products_are_in_full_precision_and_its_gradients_of_a_gradient_in_bf16(
+    on_device: OnDevice[Any],
+) -> None:
+    x, dy = torch.randn(3, 20, 32).bfloat16(), torch.randn(3, 20, 48)
+    ours = assert_agree(on_device, Head(32, 48, 1.0), [x], dy, BF16_STEP)
+    again = assert_agree(on_device, Head(32, 48, 1.0), [x], dy.bfloat16().float(), BF16_STEP)
+    assert ours["weight"].dtype == torch.float32
+    assert not torch.equal(ours["y"], ours["y"].bfloat16().float())
+    assert torch.equal(ours["weight"], again["weight"])
+
+
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_the_scan(on_device: OnDevice[Any], is_fixed: bool) -> None:
+    wide = torch.randn(2, 32, 3 * 40 + 2 * 16)
+    x, b, c = wide.split((120, 16, 16), -1)
+    dt, a, d = torch.rand(2, 32, 3) * 0.5, -torch.rand(3) * 3, torch.randn(3)
+    operands = [x.unflatten(-1, (3, 40)), dt, a, b, c, d]
+    tolerance = 3e-3 if torch.cuda.is_available() else 1e-5  # TF32 there
+    assert_agree(on_device, Scan(16, is_fixed), operands, torch.randn(2, 32, 3, 40), tolerance)
+
+
+def plan_of(experts: Tensor, device: str) -> tuple[Any, Any]:
+    with portable():
+        theirs = make_plan(experts, 8)
+    return theirs, make_plan(experts.to(device), 8)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_the_plan_and_the_way_to_the_experts_and_back(
+    on_device: OnDevice[Any], device: str, precision: Any, is_fixed: bool
+) -> None:
+    # The last expert gets nothing.
+    experts = torch.stack([torch.randperm(7)[:3] for _ in range(50)])
+    theirs, ours = plan_of(experts, device)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == other.dtype
+        assert torch.equal(mine.cpu(), other)
+    row, slot = theirs[:2]
+
+    class There(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return Dispatch(precision, is_fixed)(x, row.to(x.device), slot.to(x.device))
+
+    class Back(nn.Module):
+        def forward(self, y: Tensor, shared: Tensor) -> Any:
+            return Combine(is_fixed)(y, shared, row.to(y.device), slot.to(y.device))
+
+    x, dy = torch.randn(50, 160).bfloat16(), torch.randn(150, 160).bfloat16()
+    assert_agree(on_device, There(), [x], dy, 3 * BF16_STEP)
+    assert_agree(on_device, Back(), [dy, x], torch.randn(50, 160).bfloat16(), 3 * BF16_STEP)
+
+
+def test_a_mixture_of_experts_routes_alike_and_has_the_gradients_of_the_portable_one(on_device: OnDevice[Any]) -> None:
+    config = replace(get_config("nano").model, num_experts=16, top_k=3, init_std=0.3)
+    moe = MoE(config, "bf16", Switches.from_options())
+
+    class Total(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.moe = moe
+
+        def forward(self, x: Tensor) -> Any:
+            y, balance = self.moe(x)
+            return y + (1000 * balance).bfloat16()
+
+    x, dy = torch.randn(2, 32, config.d_model).bfloat16(), torch.randn(2, 32, config.d_model).bfloat16()
+    total = Total()
+    assert_agree(on_device, total, [x], dy, 8 * BF16_STEP)
+    load = moe.router.load.clone()
+    copied = on_device(total)
+    copied.moe.router.load.zero_()
+    copied(x.to(copied.moe.router.load.device))
+    assert torch.equal(copied.moe.router.load.cpu(), load)
+    assert int(load.sum()) == 64 * 3
+
+
+def stand_in(calls: list[str]) -> Any:
+    """FlashAttention's two operators with plain arithmetic, as aten declares them; they want one width."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, debug: bool, *, scale: float) -> Any:
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] and causal and not dropout and not debug
+        out = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, scale=scale)
+        empty = torch.empty(0)
+        return out.bfloat16(), empty, None, None, q.shape[2], k.shape[2], empty, empty, empty
+
+    def backward(
+        do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cum_q: None, cum_k: None,
+        max_q: int, max_k: int, dropout: float, causal: bool, seed: Tensor, offset: Tensor, *, scale: float,
+    ) -> Any:  # fmt: skip
+        calls.append("deterministic" if torch.are_deterministic_algorithms_enabled() else "fast")
+        assert do.shape == v.shape and max_q == max_k == q.shape[2]
+        with torch.enable_grad():
+            leaves = [x.detach().float().requires_grad_() for x in (q, k, v)]
+            F.scaled_dot_product_attention(*leaves, is_causal=True, scale=scale).backward(do.float())
+        return tuple(leaf.grad.bfloat16() for leaf in leaves if leaf.grad is not None)
+
+    return SimpleNamespace(
+        _scaled_dot_product_flash_attention=forward, _scaled_dot_product_flash_attention_backward=backward
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_attention_follows_its_own_switch_whatever_the_flag_is(
+    on_device: OnDevice[Any], monkeypatch: pytest.MonkeyPatch, is_fixed: bool, dtype: torch.dtype
+) -> None:
+    from bitcheck.reference_runs.gpu import mixers
+
+    calls: list[str] = []
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(mixers, "aten", stand_in(calls))
+    q, k = (torch.randn(2, 3, 70, 24).to(dtype) for _ in range(2))
+    v, dy = (torch.randn(2, 3, 70, 16).bfloat16() for _ in range(2))
+    for flag in (True, False):
+        torch.use_deterministic_algorithms(flag)
+        try:
+            assert_agree(on_device, AttentionCore(is_fixed), [q, k, v], dy, 4 * BF16_STEP)
+            assert torch.are_deterministic_algorithms_enabled() == flag
+        finally:
+            torch.use_deterministic_algorithms(False)
+    if calls:
+        assert calls == ["deterministic" if is_fixed else "fast"] * 2
+
+
+def test_clipping_and_adamw(on_device: OnDevice[Any]) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(Linear(48, 80, "fp8", 0.1), RMSNorm(80, 1e-6, True))
+    model.register_parameter("rate", nn.Parameter(torch.rand(5)))
+    copied = on_device(model)
+    ours, theirs = (make_optimizer(m, 1e-2, (0.9, 0.95), 1e-8, 0.1) for m in (copied, model))
+    for _ in range(3):
+        for mine, other in zip(copied.parameters(), model.parameters(), strict=True):
+            other.grad = torch.randn(other.shape) * 2.0**16
+            mine.grad = other.grad.clone().to(mine.device)
+        with portable():
+            their_norm = unscale_and_clip(model.parameters(), 1.0, 2.0**16)
+            theirs.step()
+        our_norm = unscale_and_clip(copied.parameters(), 1.0, 2.0**16)
+        ours.step()
+        assert float(our_norm) == pytest.approx(float(their_norm), rel=1e-5)
+    for mine, other in zip(copied.parameters(), model.parameters(), strict=True):
+        assert (mine.grad.cpu() - other.grad).norm() < 1e-5 * other.grad.norm()
+        for key, state in theirs.state[other].items():
+            # Moments are rounded to BF16, which the interpreter truncates.
+            tolerance = 2 * BF16_STEP if key.startswith("exp_avg") else 1e-3
+            mine_of = ours.state[mine][key].cpu()
+            assert mine_of.dtype == state.dtype
+            assert (mine_of.double() - state.double()).norm() <= tolerance * state.double().norm(), key
+        assert (
+            mine.detach().cpu().double() - other.detach().double()
+        ).norm() < 2 * BF16_STEP * other.detach().double().norm()
+
+
+def test_weights_are_quantised_alike_and_transposed_beside(on_device: OnDevice[Any]) -> None:
+    for module in (Linear(160, 80, "fp8", 0.1), GroupedLinear(3, 160, 80, "fp8", 0.1, True)):
+        copied = on_device(module)
+        assert torch.equal(copied.codes.cpu().view(torch.uint8), module.codes.view(torch.uint8))
+        assert torch.equal(copied.scale.cpu(), module.scale)
+        assert torch.equal(copied.codes_t.cpu().view(torch.uint8), module.codes.view(torch.uint8).transpose(1, 2))
+        assert torch.equal(copied.scale_t.cpu(), module.scale.transpose(1, 2))
+        assert copied.scale.stride(-2) % 4 == 0
+        assert copied.scale_t.stride(-2) % 4 == 0
+
+
+@pytest.mark.parametrize("name", ["nano", "nano-hybrid"])
+def test_a_whole_model_has_the_loss_and_the_gradients_of_the_portable_one(
+    on_device: OnDevice[Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    from bitcheck.reference_runs.gpu import mixers
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(mixers, "aten", stand_in([]))
+    config = get_config(name)
+    # Widths of 16: nothing falls back. No dropout: other generators.
+    shape = replace(config.model, kv_lora=48, d_rope=16, dropout=0.0, init_std=0.05)
+    model = Model(shape, 32, "fp8", Switches.from_options())
+    tokens = torch.randint(0, 256, (2, 34))
+    batch = tokens[:, :-2], torch.stack((tokens[:, 1:-1], tokens[:, 2:]), -1)
+    with portable():
+        theirs = model(*batch)
+        (theirs.total * 2.0**16).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    copied = on_device(model)
+    place = copied.head.weight.device
+    ours = copied(*(tensor.to(place) for tensor in batch))
+    (ours.total * 2.0**16).backward()
+    assert ours.main.item() == pytest.approx(theirs.main.item(), rel=2e-3)
+    for name, parameter in copied.named_parameters():
+        theirs_of = gradients[name]
+        assert parameter.grad is not None and theirs_of is not None, name
+        assert parameter.grad.dtype == torch.float32, name
+        error = (parameter.grad.cpu().double() - theirs_of.double()).norm() / theirs_of.double().norm()
+        # The interpreter truncates BF16, in one direction; what is wired wrongly is off by more than all of it.
+        assert error < (0.25 if torch.cuda.is_available() else 0.7), f"{name}: {error:.3f}"
+
+
+@pytest.mark.parametrize("function", [devices.gpu_forms, devices.gpu_products])
+def test_cpu_tensors_take_the_portable_forms(function: Callable[[Tensor], Any]) -> None:
+    assert function(torch.ones(16, 16)) is None

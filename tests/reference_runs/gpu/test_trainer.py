@@ -1,0 +1,140 @@
+"""The whole trainer on a GPU: it repeats itself, goes on from a checkpoint, and each free form is found by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bitcheck.diff import diff_runs
+from bitcheck.reference_runs import rng
+from bitcheck.reference_runs.checkpoint import CheckpointError
+from bitcheck.reference_runs.configs import get_config
+from bitcheck.reference_runs.data import Text
+from bitcheck.reference_runs.switches import Switches
+from bitcheck.reference_runs.train import Options, Trainer, deterministic_algorithms, state_digests, train
+from bitcheck.run import open_run
+from tests.reference_runs.listeners import Silent
+
+pytestmark = pytest.mark.gpu
+
+
+def widened(name: str) -> Any:
+    """A configuration in which every race is a race: three terms or more in each sum, for two have one result."""
+    config = get_config(name)
+    model = replace(config.model, expert_width=704, top_k=4)
+    return replace(config, model=model, data=replace(config.data, seq_len=1024, sequences=4))
+
+
+TINY, HYBRID = widened("tiny"), widened("tiny-hybrid")
+BY_SWITCH = {
+    "moe.dprob=atomic": (TINY, "moe.experts.down:grad_in.1"),
+    "moe.combine=atomic": (TINY, "moe.combine:out"),
+    "moe.wgrad=atomic": (TINY, "moe.experts."),
+    "moe.topk=unstable": (TINY, "moe.router.topk:out"),
+    "ssm.backward=atomic": (HYBRID, "ssm.scan:grad_in"),
+    "embedding.backward=atomic": (TINY, "embedding.weight:grad"),
+    "norm.dweight=atomic": (TINY, "norm.weight:grad"),
+    "attention.backward=fast": (TINY, "attn.core:grad_in.0"),
+}
+"""A switch's free form -> a configuration, and a part of the site of the first origin."""
+
+
+@pytest.fixture
+def long_text(text: Text) -> Text:
+    """Enough for windows of 1,024 in the held-out part."""
+    return Text(text.name, np.tile(text.data, 4))
+
+
+def run(text: Text, config: Any = TINY, **options: Any) -> Trainer:
+    return train(config, text, Options(**{"steps": 3, "device": "cuda"} | options), Silent())
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+@pytest.mark.parametrize("name", ["tiny", "tiny-hybrid"])
+def test_the_first_steps_have_the_losses_of_a_cpu(text: Text, name: str, precision: Any) -> None:
+    config = replace(get_config(name), model=replace(get_config(name).model, dropout=0.0))
+    here, there = (
+        Trainer(config, text, Options(steps=3, precision=precision, device=device)) for device in ("cpu", "cuda")
+    )
+    weights = dict(here.model.named_parameters())
+    with torch.no_grad():
+        for parameter_name, parameter in there.model.named_parameters():
+            there.optimizer.state[parameter]["master"].copy_(here.optimizer.state[weights[parameter_name]]["master"])
+    there.optimizer.derive_parameters()
+    there.model.derive_weights()
+    losses: dict[str, list[float]] = {}
+    for trainer, device in ((here, "cpu"), (there, "cuda")):
+        with deterministic_algorithms(trainer.options.switches):
+            rng.seed_all(0)
+            losses[device] = [trainer.train_step().loss for _ in range(4)]
+        trainer.ema.close()
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=5e-3)
+    assert losses["cuda"][-1] < losses["cuda"][0]
+
+
+@pytest.mark.parametrize("config", [TINY, HYBRID], ids=lambda config: config.name)
+def test_two_runs_and_a_resumed_one_end_in_the_same_bits(long_text: Text, tmp_path: Path, config: Any) -> None:
+    listener = Silent()
+    options = Options(steps=4, device="cuda", save_every=2, out=tmp_path)
+    first = state_digests(train(config, long_text, options, listener))
+    assert "rng.torch/cuda" in first
+    assert state_digests(run(long_text, config, steps=4)) == first
+    assert state_digests(run(long_text, config, steps=4, resume=listener.checkpoints[0])) == first
+
+
+def test_what_is_forgotten_of_the_gpus_generator_shows(long_text: Text, tmp_path: Path) -> None:
+    listener = Silent()
+    options = Options(steps=2, device="cuda", save_every=1, out=tmp_path)
+    first = state_digests(train(TINY, long_text, options, listener))
+    assert run(long_text, steps=2, resume=listener.checkpoints[0]).step == 2
+    torch.cuda.manual_seed(5)
+    resumed = run(long_text, steps=2, resume=listener.checkpoints[0], leave_out=("rng.torch",))
+    assert state_digests(resumed)["rng.torch/cuda"] != first["rng.torch/cuda"]
+
+
+def test_a_checkpoint_of_a_cpu_is_refused_in_one_sentence(text: Text, tmp_path: Path) -> None:
+    listener = Silent()
+    train(get_config("tiny"), text, Options(steps=1, save_every=1, out=tmp_path), listener)
+    with pytest.raises(CheckpointError, match="device is 'cpu' there and 'cuda' here"):
+        run(text, get_config("tiny"), resume=listener.checkpoints[0])
+
+
+@pytest.mark.parametrize("setting", BY_SWITCH)
+def test_a_free_form_differs_from_run_to_run_and_is_found_where_it_is(
+    long_text: Text, tmp_path: Path, setting: str
+) -> None:
+    config, site = BY_SWITCH[setting]
+    switches = Switches.from_options(settings=[setting])
+    for name in ("a", "b"):
+        run(long_text, config, steps=1, switches=switches, record=tmp_path / name, level="module")
+    with open_run(tmp_path / "a") as baseline, open_run(tmp_path / "b") as candidate:
+        answer = diff_runs(baseline, candidate)
+    assert str(answer.verdict) == "diverged"
+    assert answer.first is not None
+    assert site in str(answer.first.site)
+
+
+def test_the_deterministic_recipe_gives_identical_runs_at_level_module(long_text: Text, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        run(long_text, HYBRID, steps=2, record=tmp_path / name, level="module")
+    with open_run(tmp_path / "a") as baseline, open_run(tmp_path / "b") as candidate:
+        answer = diff_runs(baseline, candidate)
+    assert str(answer.verdict) == "identical"
+
+
+def test_the_average_is_complete_when_it_is_read(long_text: Text) -> None:
+    trainer = Trainer(TINY, long_text, Options(steps=3, device="cuda"))
+    masters = {name: trainer.optimizer.state[p]["master"] for name, p in trainer.model.named_parameters()}
+    expected = {name: master.clone() for name, master in masters.items()}
+    for _ in range(3):
+        trainer.train_step()
+        for name, master in masters.items():
+            expected[name].lerp_(master, 1 - trainer.ema.decay)
+    for name, average in trainer.ema.tensors().items():
+        assert torch.equal(average, expected[name].cpu()), name
+    trainer.ema.close()
