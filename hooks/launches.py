@@ -8,14 +8,15 @@ A launch does not go through the dispatcher. So the ways in which one is asked f
 happens inside a launch (autotuning, the interpreter's copies) is no operation of the program.
 
 Which pointers a kernel writes is not known, so all are taken before and after; memory that nobody
-wrote before the launch is only taken after it. Triton is wrapped when the program has imported it.
+wrote before the launch is only taken after it. Inductor allocates past the dispatcher, but its kernels'
+arguments say by their names what they are for. Triton is wrapped when the program has imported it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,9 +31,25 @@ PLACES = (
 )
 """(module, class, method) of everything that launches a kernel."""
 _NO_LAUNCH = ("warmup", "benchmark_run")
+_INDUCTOR = "CachingAutotuner"
+"""The class of Inductor's kernels. Their arguments are called in_ptr0, in_out_ptr0, out_ptr0, ws_ptr ..."""
+_INDUCTORS_OUTPUT = "out_ptr"
+_INDUCTORS_SCRATCH = ("ws_ptr", "semaphores_ptr")
 
-Launch = Callable[[str, Sequence[str], tuple[Any, ...], dict[str, Any], Callable[..., Any]], Any]
-"""Called with the kernel's name, its arguments' names, what they are, and what launches it."""
+
+class Kernel(NamedTuple):
+    """What is known of a kernel that is about to be launched."""
+
+    name: str
+    arguments: tuple[str, ...]
+    outputs: frozenset[str] = frozenset()
+    """Arguments that it writes, and reads only where something was written there before."""
+    scratch: frozenset[str] = frozenset()
+    """Arguments that hold nothing before it and mean nothing after it."""
+
+
+Launch = Callable[[Kernel, tuple[Any, ...], dict[str, Any], Callable[..., Any]], Any]
+"""Called with the kernel, its arguments, and what launches it."""
 
 
 class LaunchHooks:
@@ -71,28 +88,33 @@ class LaunchHooks:
         def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             if is_quiet() or any(kwargs.get(word) for word in _NO_LAUNCH) or torch.compiler.is_dynamo_compiling():
                 return original(kernel, *args, **kwargs)
-            name, names = describe_kernel(kernel)
-            if name is None:
+            described = describe_kernel(kernel)
+            if described is None:
                 return original(kernel, *args, **kwargs)
             execute = paused(lambda *own, **named: original(kernel, *own, **named))
-            return launch(name, names, args, kwargs, execute)
+            return launch(described, args, kwargs, execute)
 
         self._wrapped[place] = owner, original, run
         setattr(owner, method, run)
 
 
-def describe_kernel(kernel: Any) -> tuple[str | None, Sequence[str]]:
-    """Return a kernel's name and its arguments' names; no name for bitcheck's own."""
+def describe_kernel(kernel: Any) -> Kernel | None:
+    """Return what is known of a kernel, None for bitcheck's own."""
     names = getattr(kernel, "arg_names", None)
     function = kernel
     while hasattr(function, "fn"):
         function = function.fn
         names = names if names is not None else getattr(function, "arg_names", None)
     if getattr(function, "__module__", "").startswith("bitcheck.hooks"):
-        return None, ()
+        return None
     given = (getattr(kernel, "inductor_meta", None) or {}).get("kernel_name")
     name = given or getattr(function, "__name__", type(kernel).__name__)
     code = getattr(function, "__code__", None)
     if names is None:
         names = code.co_varnames[: code.co_argcount] if code is not None else ()
-    return str(name), tuple(names)
+    names = tuple(names)
+    if type(kernel).__name__ != _INDUCTOR:
+        return Kernel(str(name), names)
+    outputs = frozenset(argument for argument in names if argument.startswith(_INDUCTORS_OUTPUT))
+    scratch = frozenset(argument for argument in names if argument.startswith(_INDUCTORS_SCRATCH))
+    return Kernel(str(name), names, outputs, scratch)

@@ -29,7 +29,7 @@ from bitcheck.events import Group, Phase, Site
 from bitcheck.hooks.callers import is_sending_objects
 from bitcheck.hooks.capture import Capture
 from bitcheck.hooks.dynamo import UnseenMode, is_quiet, paused, skip_frame
-from bitcheck.hooks.launches import LaunchHooks
+from bitcheck.hooks.launches import Kernel, LaunchHooks
 from bitcheck.hooks.lines import Lines
 from bitcheck.hooks.modules import in_backward, named_tensors
 from bitcheck.hooks.op_schema import OpFacts, facts_of, named_arguments
@@ -213,37 +213,41 @@ class OpHooks(UnseenMode):
         return result
 
     @skip_frame
-    def launch(
-        self, name: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], execute: Any
-    ) -> Any:
+    def launch(self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], execute: Any) -> Any:
         """Record the launch of a kernel; `execute(*args, **kwargs)` launches it."""
         if not self._recorder.is_active:
             return execute(*args, **kwargs)
-        given = {key: value for key, value in kwargs.items() if key in names}
-        facts = self._facts_of_launch(name, names, args, given)
+        given = {key: value for key, value in kwargs.items() if key in kernel.arguments}
+        facts = self._facts_of_launch(kernel, args, given)
         opened = self._begin(facts, args, given)
         result = execute(*args, **kwargs)
         if opened is not None:
             self._end(facts, opened, None)
         return result
 
-    def _facts_of_launch(
-        self, name: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> OpFacts:
+    def _facts_of_launch(self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpFacts:
         """What is known of a kernel: it may write whatever it has a pointer to, and reads what was written before."""
-        facts = OpFacts(f"triton.{name}", True, False, False, (), frozenset(), tuple(names))
+        facts = OpFacts(f"triton.{kernel.name}", True, False, False, (), frozenset(), kernel.arguments)
         pointers = [
             (argument, value)
             for argument, value in named_arguments(facts, args, kwargs)
             if isinstance(value, torch.Tensor)
         ]
-        unread = frozenset(argument for argument, value in pointers if self._is_fresh(value))
-        return facts._replace(written=tuple(argument for argument, _ in pointers), unread=unread)
+        unread = frozenset(
+            argument
+            for argument, value in pointers
+            if argument in kernel.scratch or self._is_fresh(value, is_output=argument in kernel.outputs)
+        )
+        written = tuple(argument for argument, _ in pointers if argument not in kernel.scratch)
+        return facts._replace(written=written, unread=unread)
 
-    def _is_fresh(self, tensor: torch.Tensor) -> bool:
+    def _is_fresh(self, tensor: torch.Tensor, is_output: bool) -> bool:
+        """Whether memory is known to hold nothing yet; of an output's, whether it is not known to hold anything."""
         storage = storage_id(tensor)
         memory = self._memory.get(storage) if storage is not None else None
-        return memory is not None and memory.is_fresh and not memory.is_gone()
+        if memory is None or memory.is_gone():
+            return is_output
+        return memory.is_fresh
 
     def _locate(self) -> Location:
         recorder = self._recorder
@@ -288,13 +292,13 @@ class OpHooks(UnseenMode):
         written: list[tuple[str, torch.Tensor]] = []
         storages: set[int | None] = set()
         for name, tensor in tensors:
-            if facts.written:
+            if facts.written or facts.unread:
                 argument = name.partition(".")[0]
                 if argument in facts.written:
                     written.append((f"{name}.written", tensor))
                     storages.add(storage_id(tensor))
-                    if argument in facts.unread:
-                        continue
+                if argument in facts.unread:
+                    continue
             else:
                 storages.add(storage_id(tensor))
             known, writers = self.writers(builder, tensor)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from bitcheck.events import Level, Site, StepColumns, qualified_name
 from bitcheck.hooks.attach import call_at_end, is_worker, leave_word
 from bitcheck.hooks.capture import CallMemory
 from bitcheck.hooks.dynamo import UnseenMode, is_quiet, paused, skip_frame
+from bitcheck.hooks.launches import Kernel
 from bitcheck.hooks.lines import Lines
 from bitcheck.hooks.modules import named_tensors
 from bitcheck.hooks.op_schema import OpFacts, facts_of, named_arguments
@@ -197,15 +198,13 @@ class ScanHooks(OpHooks):
         return result
 
     @skip_frame
-    def launch(
-        self, name: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], execute: Any
-    ) -> Any:
+    def launch(self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], execute: Any) -> Any:
         """Launch a kernel twice, the second time on copies of what its pointers point at."""
         if not self._recorder.is_active:
             return execute(*args, **kwargs)
-        given = {key: value for key, value in kwargs.items() if key in names}
-        facts = self._facts_of_launch(name, names, args, given)._replace(unread=frozenset())
-        rest = {key: value for key, value in kwargs.items() if key not in names}
+        given = {key: value for key, value in kwargs.items() if key in kernel.arguments}
+        facts = self._facts_of_launch(kernel, args, given)._replace(unread=frozenset())
+        rest = {key: value for key, value in kwargs.items() if key not in kernel.arguments}
         trial = self._prepare(lambda *own, **named: execute(*own, **named, **rest), facts, args, given)
         result = execute(*args, **kwargs)
         if trial is not None:

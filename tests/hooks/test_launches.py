@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -108,6 +109,60 @@ def test_a_kernel_that_gives_other_bits_on_equal_inputs_is_named(monkeypatch: py
     assert answer.first.site == "forward/Net:triton.scale_kernel.out_ptr.written"
     assert answer.first.op == "triton.scale_kernel" and answer.cause == "forward"
     assert len([origin for origin in answer.origins if origin.step == 0]) == 1
+
+
+class CachingAutotuner:
+    """Named as the class of Inductor's kernels, with arguments named as Inductor names them."""
+
+    arg_names = ("in_ptr0", "out_ptr0", "out_ptr1", "ws_ptr", "xnumel")
+    inductor_meta: ClassVar[dict[str, str]] = {"kernel_name": "fused"}
+
+    def run(self, *args: Any) -> None:
+        x, out, total, scratch, _ = args
+        out.copy_(x * 2)
+        total += x.sum()
+        scratch.fill_(1.0)
+
+
+def past_the_dispatcher(like: torch.Tensor, value: float) -> torch.Tensor:
+    """Memory of which no dispatched operation tells, holding `value` by chance."""
+    return torch.from_numpy(np.full(tuple(like.shape), value, np.float32))
+
+
+@pytest.mark.parametrize("chance", [0.0, 5.0])
+def test_what_inductors_kernels_only_write_is_not_read_before_them(chance: float, monkeypatch: Any) -> None:
+    from torch._inductor.runtime import triton_heuristics
+
+    monkeypatch.setattr(triton_heuristics, "CachingAutotuner", CachingAutotuner)
+
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.fc(x)
+            out, scratch = past_the_dispatcher(h, chance), past_the_dispatcher(h, chance)
+            total = torch.zeros(())
+            CachingAutotuner().run(h.detach(), out, total, scratch, h.numel())
+            return h * out * total
+
+    memory = MemoryStore()
+    recorder = Recorder(lambda: memory, level=Level.OP)
+    torch.manual_seed(0)
+    net = Fused()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    recorder.start(net)
+    net(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    recorder.stop()
+    slots = {
+        event.site.slot.removeprefix("triton.fused.")
+        for record in memory.records
+        for event in record.events
+        if "triton.fused" in event.site.slot
+    }
+    assert slots == {"in_ptr0", "in_ptr0.written", "out_ptr0.written", "out_ptr1", "out_ptr1.written", "scalars"}
 
 
 def test_everything_is_put_back_when_recording_ends() -> None:
