@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bitcheck.reference_runs.attention import AttentionCore
 from bitcheck.reference_runs.configs import ModelConfig
+from bitcheck.reference_runs.device import gpu_forms
 from bitcheck.reference_runs.linear import Linear, Precision
 from bitcheck.reference_runs.norm import RMSNorm
 from bitcheck.reference_runs.switches import Switches
@@ -80,17 +81,26 @@ class MLA(nn.Module):
         return y_BSD
 
     def _attend(self, q_latent_BSL: Tensor, kv_BSL: Tensor, k_rope_BSR: Tensor, rotation_SZ: Tensor) -> Tensor:
+        q_BSC, kv_BSC = self.wq_b(self.q_norm(q_latent_BSL)), self.wkv_b(self.kv_norm(kv_BSL))
+        o_BHSV = self.core(*self._heads(q_BSC, kv_BSC, k_rope_BSR, rotation_SZ))
+        # Where values were padded to the width of queries, the output is too.
+        o_BSHV: Tensor = o_BHSV[..., : self.config.d_value].transpose(1, 2)
+        return o_BSHV.flatten(2)
+
+    def _heads(
+        self, q_BSC: Tensor, kv_BSC: Tensor, k_rope_BSR: Tensor, rotation_SZ: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values by head, with RoPE; C is all heads' widths together."""
         config, heads = self.config, self.config.num_heads
-        q_BHSC = self.wq_b(self.q_norm(q_latent_BSL)).unflatten(-1, (heads, -1)).transpose(1, 2)
-        kv_BHSC = self.wkv_b(self.kv_norm(kv_BSL)).unflatten(-1, (heads, -1)).transpose(1, 2)
+        if (gpu := gpu_forms(q_BSC)) is not None:
+            widths = (config.d_nope, config.d_rope, config.d_value)
+            q_BHSC, k_BHSC, v_BHSV = gpu.split_heads(q_BSC, kv_BSC, k_rope_BSR, rotation_SZ, widths)
+            return q_BHSC, k_BHSC, v_BHSV
+        q_BHSC = q_BSC.unflatten(-1, (heads, -1)).transpose(1, 2)
+        kv_BHSC = kv_BSC.unflatten(-1, (heads, -1)).transpose(1, 2)
         q_nope_BHSN, q_rope_BHSR = q_BHSC.split((config.d_nope, config.d_rope), -1)
         k_nope_BHSN, v_BHSV = kv_BHSC.split((config.d_nope, config.d_value), -1)
         k_rope_BHSR = rotate(k_rope_BSR.unsqueeze(1), rotation_SZ).expand(-1, heads, -1, -1)
         # Joined with what was rotated, queries and keys are FP32, and so are their gradients.
-        o_BHSV = self.core(
-            torch.cat((q_nope_BHSN, rotate(q_rope_BHSR, rotation_SZ)), -1),
-            torch.cat((k_nope_BHSN, k_rope_BHSR), -1),
-            v_BHSV,
-        )
-        o_BSHV: Tensor = o_BHSV.transpose(1, 2)
-        return o_BSHV.flatten(2)
+        q_BHSC = torch.cat((q_nope_BHSN, rotate(q_rope_BHSR, rotation_SZ)), -1)
+        return q_BHSC, torch.cat((k_nope_BHSN, k_rope_BHSR), -1), v_BHSV

@@ -189,7 +189,10 @@ class Scan(nn.Module):
         self.chunk, self.is_fixed = chunk, is_fixed
 
     def forward(self, x_BSHP: Tensor, dt_BSH: Tensor, a_H: Tensor, b_BSN: Tensor, c_BSN: Tensor, d_H: Tensor) -> Tensor:
-        """Return y float32 [B, S, H, P]; operands are bfloat16 or float32, computed in float32."""
+        """Return y float32 [B, S, H, P]; operands are bfloat16 or float32, computed in float32.
+
+        On a GPU y has the dtype of x, and matrix products inside read TF32.
+        """
         gpu = gpu_forms(x_BSHP)
         run = _Scan.apply if gpu is None else gpu.scan
         y_BSHP: Tensor = run(x_BSHP, dt_BSH, a_H, b_BSN, c_BSN, d_H, self.chunk, self.is_fixed)

@@ -5,7 +5,7 @@
     y = scan(x, softplus(dt + dt_bias), -exp(A_log), B, C, D)
     out = W_out RMSNorm(y * silu(z))
 
-W_in and W_out run in FP8 as every Linear does; the convolution and the scan in FP32.
+W_in and W_out run in FP8 as every Linear does; the convolution and the scan in FP32, on a GPU on and to BF16.
 
 Legend: B sequences, S positions, D model width, I inner width = heads H times P, N state width,
 C channels of the convolution = I + 2 N, W taps.
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitcheck.reference_runs.configs import ModelConfig
+from bitcheck.reference_runs.device import gpu_forms
 from bitcheck.reference_runs.embedding import full_precision
 from bitcheck.reference_runs.linear import Linear, Precision, bf16_parameter
 from bitcheck.reference_runs.norm import RMSNorm
@@ -30,22 +31,35 @@ from bitcheck.reference_runs.scan import Scan
 from bitcheck.reference_runs.switches import Switches
 
 
+def gate(y_BSI: Tensor, z_BSI: Tensor) -> Tensor:
+    """Return y * silu(z), bfloat16, for bfloat16 `z_BSI`."""
+    gpu = gpu_forms(z_BSI)
+    gated_BSI: Tensor = (y_BSI * F.silu(z_BSI.float())).bfloat16() if gpu is None else gpu.gate(y_BSI, z_BSI)
+    return gated_BSI
+
+
 class CausalConv(nn.Module):
-    """A depthwise convolution over the last W tokens."""
+    """A depthwise convolution over the last W tokens, and its SiLU."""
 
     def __init__(self, num_channels: int, width: int) -> None:
         super().__init__()
         self.weight = bf16_parameter((torch.rand(width, num_channels) * 2 - 1) / math.sqrt(width))
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        """Return float32 [B, S, C] for bfloat16 or float32 `x_BSC`; taps are added oldest first."""
+        """Return float32 [B, S, C] for bfloat16 or float32 `x_BSC`; taps are added oldest first.
+
+        On a GPU the result has the dtype of `x_BSC`.
+        """
+        if (gpu := gpu_forms(x_BSC)) is not None:
+            on_gpu_BSC: Tensor = gpu.conv_silu(x_BSC, self.weight)
+            return on_gpu_BSC
         width, seq_len = self.weight.shape[0], x_BSC.shape[1]
         weight_WC = full_precision(self.weight)
         padded = F.pad(x_BSC.float(), (0, 0, width - 1, 0))
         y_BSC = padded[:, :seq_len] * weight_WC[0]
         for tap in range(1, width):
             y_BSC = y_BSC + padded[:, tap : tap + seq_len] * weight_WC[tap]
-        return y_BSC
+        return F.silu(y_BSC)
 
 
 class SSM(nn.Module):
@@ -72,7 +86,7 @@ class SSM(nn.Module):
         """Return bfloat16 [B, S, D] for bfloat16 `x_BSD`."""
         num_heads = self.dt_bias.shape[0]
         z_BSI, xbc_BSC, dt_BSH = self.w_in(x_BSD).split((self.inner, self.inner + 2 * self.state_dim, num_heads), -1)
-        xbc_BSC = F.silu(self.conv(xbc_BSC))
+        xbc_BSC = self.conv(xbc_BSC)
         x_BSI, b_BSN, c_BSN = xbc_BSC.split((self.inner, self.state_dim, self.state_dim), -1)
         y_BSHP = self.scan(
             x_BSI.unflatten(-1, (num_heads, -1)),
@@ -82,6 +96,5 @@ class SSM(nn.Module):
             c_BSN,
             self.d,
         )
-        gated_BSI = (y_BSHP.flatten(2) * F.silu(z_BSI.float())).bfloat16()
-        y_BSD: Tensor = self.w_out(self.norm(gated_BSI))
+        y_BSD: Tensor = self.w_out(self.norm(gate(y_BSHP.flatten(2), z_BSI)))
         return y_BSD

@@ -3,7 +3,7 @@
     dense       FP8 products of a Linear through cuBLAS (`torch.nn.functional.scaled_mm`); router and head in BF16
     experts     grouped products over experts, SwiGLU, and the gradient of the routing probability
     routing     top-k, the permutation of tokens to experts, dispatch and combine
-    mixers      attention (FlashAttention-2 as PyTorch has it) and the chunked scan
+    mixers      attention (FlashAttention-2 as PyTorch has it), the chunked scan, and what is around them
     rows        RMSNorm and the embedding
     update      clipping and AdamW
 
@@ -15,7 +15,7 @@ is that of the kernel, see there.
 
 from bitcheck.reference_runs.gpu.dense import derive, linear, wide_linear
 from bitcheck.reference_runs.gpu.experts import down, grouped_linear, weighted_down
-from bitcheck.reference_runs.gpu.mixers import attention, scan
+from bitcheck.reference_runs.gpu.mixers import attention, conv_silu, gate, scan, split_heads
 from bitcheck.reference_runs.gpu.routing import (
     combine,
     dispatch,
@@ -30,10 +30,12 @@ from bitcheck.reference_runs.gpu.update import unscale_and_clip, update
 __all__ = [
     "attention",
     "combine",
+    "conv_silu",
     "derive",
     "dispatch",
     "down",
     "embedding",
+    "gate",
     "grouped_linear",
     "linear",
     "make_plan",
@@ -42,6 +44,7 @@ __all__ = [
     "scan",
     "scores_of_chosen",
     "select_top",
+    "split_heads",
     "unscale_and_clip",
     "update",
     "weighted_down",

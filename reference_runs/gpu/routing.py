@@ -16,7 +16,7 @@ from torch import Tensor
 from bitcheck.reference_runs.gpu.experts import remember_schedule
 from bitcheck.reference_runs.kernels.combine import combine as combine_rows
 from bitcheck.reference_runs.kernels.combine import invert_permutation
-from bitcheck.reference_runs.kernels.quantise import quantise_rows
+from bitcheck.reference_runs.kernels.quantise import round_rows
 from bitcheck.reference_runs.kernels.topk import topk
 
 
@@ -94,7 +94,7 @@ class _Dispatch(torch.autograd.Function):
         ctx.is_fixed = is_fixed
         if is_fp8:
             # Four bits of mantissa times a power of two is a BF16 number: the experts' cast changes no value.
-            x_TD = quantise_rows(x_TD, power_of_two=True).dequantise().bfloat16()
+            x_TD = round_rows(x_TD)
         return x_TD[slot_R // row_TK.shape[1]]
 
     @staticmethod

@@ -8,12 +8,14 @@
     grouped_wgrad    an expert's weight gradient (`workspace`, `atomic`)
     topk             the chosen experts of a token (`stable`, `unstable`)
     swiglu           w1 x, w3 x -> silu(w1 x) * w3 x, forward and backward
+    heads            MLA's queries, keys and values with RoPE, as an attention kernel takes them
     combine          the K expert rows of a token -> one (`gather`, `atomic`)
     norm             RMSNorm, forward and backward; dweight (`two-stage`, `atomic`)
     embedding        the table's gradient (`sorted`, `atomic`)
     ssm              chunked state-space scan, forward
     ssm_backward     its gradients (`workspace`, `atomic`)
     adamw            one pass over a parameter, its master and its moments
+    conv             a causal depthwise convolution and its SiLU
     slots            partial sums in their own slots, summed in index order
 
 Every reduction over programs exists twice. The deterministic form gives each program a place of

@@ -3,6 +3,7 @@
     quantise_rows      x [R, C] -> values [R, C], a scale for each row and 128 columns
     quantise_columns   x [T, C] -> values [C, T'], a scale for each channel and 128 tokens: the transpose,
                        because a wgrad sums over tokens and FP8 tensor cores want that dimension innermost
+    round_rows         the same values as quantise_rows gives, as bfloat16
     quantise_weight    w [N, C] -> values [N, C] and [C, N], a scale for each 128x128 block
 
 So every result is laid out for a GEMM that sums over its last dimension. Scales are float32 and are
@@ -62,6 +63,7 @@ class Quantised:
 def _rows_kernel(
     x_ptr, q_ptr, s_ptr, num_rows, num_cols, stride_xr, stride_qr, stride_sb,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, POWER_OF_TWO: tl.constexpr, BY_BITS: tl.constexpr,
+    ROUND: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -72,8 +74,12 @@ def _rows_kernel(
     x = tl.load(x_ptr + wide[:, None] * stride_xr + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     scale = scale_of_amax(tl.max(magnitude_bits(x), axis=1), POWER_OF_TWO)
     q = to_e4m3(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), BY_BITS)
-    tl.store(q_ptr + wide[:, None] * stride_qr + cols[None, :], q, mask=mask)
-    tl.store(s_ptr + block * stride_sb + rows, scale, mask=is_row)
+    if ROUND:
+        rounded = q.to(tl.float32) * scale[:, None]
+        tl.store(q_ptr + wide[:, None] * stride_qr + cols[None, :], rounded.to(tl.bfloat16), mask=mask)
+    else:
+        tl.store(q_ptr + wide[:, None] * stride_qr + cols[None, :], q, mask=mask)
+        tl.store(s_ptr + block * stride_sb + rows, scale, mask=is_row)
 
 
 @triton.jit
@@ -141,9 +147,27 @@ def quantise_rows(x: torch.Tensor, *, power_of_two: bool = False, by_bits: bool 
     if x.numel():
         _rows_kernel[(num_blocks, triton.cdiv(num_rows, ROWS_TILE))](
             x, values, scales, num_rows, num_cols, x.stride(0), values.stride(0), scales.stride(0),
-            BLOCK_R=ROWS_TILE, BLOCK_C=BLOCK, POWER_OF_TWO=power_of_two, BY_BITS=_by_bits(x, by_bits), num_warps=4,
+            BLOCK_R=ROWS_TILE, BLOCK_C=BLOCK, POWER_OF_TWO=power_of_two, BY_BITS=_by_bits(x, by_bits), ROUND=False,
+            num_warps=4,
         )  # fmt: skip
     return Quantised(values, scales.T, 1)
+
+
+def round_rows(x: torch.Tensor, *, by_bits: bool | None = None) -> torch.Tensor:
+    """Return what `quantise_rows(x, power_of_two=True)` stands for, bfloat16 [R, C]; for R up to 2 million.
+
+    Three bits of mantissa times a power of two: bfloat16 holds each of these values exactly.
+    """
+    num_rows, num_cols = x.shape
+    _check_innermost(x)
+    rounded = torch.empty(num_rows, num_cols, dtype=torch.bfloat16, device=x.device)
+    if x.numel():
+        _rows_kernel[(triton.cdiv(num_cols, BLOCK), triton.cdiv(num_rows, ROWS_TILE))](
+            x, rounded, None, num_rows, num_cols, x.stride(0), rounded.stride(0), 0,
+            BLOCK_R=ROWS_TILE, BLOCK_C=BLOCK, POWER_OF_TWO=True, BY_BITS=_by_bits(x, by_bits), ROUND=True,
+            num_warps=4,
+        )  # fmt: skip
+    return rounded
 
 
 def quantise_columns(

@@ -114,11 +114,11 @@ def test_no_position_sees_a_later_token(config: Config) -> None:
     assert not torch.equal(before[:, 40:], after[:, 40:])
 
 
-def test_a_causal_convolution_is_pytorchs_with_padding_in_front() -> None:
+def test_a_causal_convolution_is_pytorchs_with_padding_in_front_and_silu_behind() -> None:
     conv = CausalConv(6, 4)
     x = torch.randn(2, 10, 6)
     expected = F.conv1d(F.pad(x.transpose(1, 2), (3, 0)), conv.weight.float().t().unsqueeze(1), groups=6)
-    assert torch.allclose(conv(x), expected.transpose(1, 2), atol=1e-6)
+    assert torch.allclose(conv(x), F.silu(expected.transpose(1, 2)), atol=1e-6)
 
 
 def test_the_ssm_mixer_takes_and_returns_the_residual_streams_shape() -> None:

@@ -24,6 +24,7 @@ from bitcheck.reference_runs.moe import Combine, Dispatch, MoE, make_plan
 from bitcheck.reference_runs.norm import RMSNorm
 from bitcheck.reference_runs.optimizer import make_optimizer, unscale_and_clip
 from bitcheck.reference_runs.scan import Scan
+from bitcheck.reference_runs.ssm import CausalConv, gate
 from bitcheck.reference_runs.switches import Switches
 from tests.reference_runs.gpu.conftest import OnDevice
 
@@ -157,6 +158,26 @@ def test_the_scan(on_device: OnDevice[Any], is_fixed: bool) -> None:
     operands = [x.unflatten(-1, (3, 40)), dt, a, b, c, d]
     tolerance = 3e-3 if torch.cuda.is_available() else 1e-5  # TF32 there
     assert_agree(on_device, Scan(16, is_fixed), operands, torch.randn(2, 32, 3, 40), tolerance)
+
+
+def test_the_convolution_and_the_gate_around_the_scan(on_device: OnDevice[Any]) -> None:
+    x, dy = torch.randn(2, 20, 56).bfloat16()[..., 8:40], torch.randn(2, 20, 32).bfloat16()
+
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = CausalConv(32, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.conv(x).bfloat16()
+
+    assert_agree(on_device, Narrow(), [x], dy, 3 * BF16_STEP)
+
+    class Gate(nn.Module):
+        def forward(self, y: Tensor, z: Tensor) -> Any:
+            return gate(y, z)
+
+    assert_agree(on_device, Gate(), [dy, x], torch.randn(2, 20, 32).bfloat16(), 3 * BF16_STEP)
 
 
 def plan_of(experts: Tensor, device: str) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ from bitcheck.reference_runs.kernels.quantise import (
     reference_columns,
     reference_rows,
     reference_weight,
+    round_rows,
 )
 from bitcheck.reference_runs.kernels.schedule import reference_schedule, schedule_groups
 
@@ -138,3 +139,9 @@ def test_a_nan_or_an_infinity_poisons_its_tile_and_no_other(device: str, bad: fl
 def test_a_matrix_whose_last_dimension_is_strided_is_refused() -> None:
     with pytest.raises(ValueError, match="the last contiguous"):
         quantise_rows(torch.ones(8, 8).T[:, ::2])
+
+
+def test_rounded_rows_are_what_the_quantised_ones_stand_for(device: str) -> None:
+    x = (torch.randn(70, 200) * torch.logspace(-4, 3, 200)).bfloat16().to(device)
+    assert torch.equal(round_rows(x).float(), quantise_rows(x, power_of_two=True).dequantise())
+    assert not torch.equal(round_rows(x), x)
