@@ -31,17 +31,19 @@ def widened(name: str) -> Any:
 
 
 TINY, HYBRID = widened("tiny"), widened("tiny-hybrid")
+MANY = replace(TINY, data=replace(TINY.data, sequences=32))
+"""For a sum that is rounded to BF16, in which few differences survive."""
 BY_SWITCH = {
     "moe.dprob=atomic": (TINY, "moe.experts.down:grad_in.1"),
-    "moe.combine=atomic": (TINY, "moe.combine:out"),
+    "moe.combine=atomic": (MANY, "moe."),
     "moe.wgrad=atomic": (TINY, "moe.experts."),
     "moe.topk=unstable": (TINY, "moe.router.topk:out"),
-    "ssm.backward=atomic": (HYBRID, "ssm.scan:grad_in"),
+    "ssm.backward=atomic": (HYBRID, "ssm.scan"),
     "embedding.backward=atomic": (TINY, "embedding.weight:grad"),
     "norm.dweight=atomic": (TINY, "norm.weight:grad"),
     "attention.backward=fast": (TINY, "attn.core:grad_in.0"),
 }
-"""A switch's free form -> a configuration, and a part of the site of the first origin."""
+"""A switch's free form -> a configuration, and a part of the first origin's site, or of its module."""
 
 
 @pytest.fixture
@@ -110,13 +112,16 @@ def test_a_free_form_differs_from_run_to_run_and_is_found_where_it_is(
 ) -> None:
     config, site = BY_SWITCH[setting]
     switches = Switches.from_options(settings=[setting])
-    for name in ("a", "b"):
-        run(long_text, config, steps=1, switches=switches, record=tmp_path / name, level="module")
-    with open_run(tmp_path / "a") as baseline, open_run(tmp_path / "b") as candidate:
-        answer = diff_runs(baseline, candidate)
-    assert str(answer.verdict) == "diverged"
+    run(long_text, config, steps=1, switches=switches, record=tmp_path / "first", level="module")
+    for number in range(5):  # a race need not be lost each time
+        again = tmp_path / f"again-{number}"
+        run(long_text, config, steps=1, switches=switches, record=again, level="module")
+        with open_run(tmp_path / "first") as baseline, open_run(again) as candidate:
+            answer = diff_runs(baseline, candidate)
+        if answer.first is not None:
+            break
     assert answer.first is not None
-    assert site in str(answer.first.site)
+    assert site in f"{answer.first.site} {answer.first.module}"
 
 
 def test_the_deterministic_recipe_gives_identical_runs_at_level_module(long_text: Text, tmp_path: Path) -> None:
