@@ -49,6 +49,12 @@ def list_switches() -> None:
     help="Micro-batches of a step, over all ranks; default: the configuration's.",
 )
 @click.option(
+    "--sequences",
+    type=click.IntRange(min=1),
+    metavar="S",
+    help="Sequences of a micro-batch; default: the configuration's.",
+)
+@click.option(
     "--dp", type=click.IntRange(min=1), metavar="N", help="Data-parallel ranks; default: those that --pp leaves."
 )
 @click.option(
@@ -105,6 +111,7 @@ def train(
     settings: tuple[str, ...],
     data_path: Path | None,
     micro_batches: int | None,
+    sequences: int | None,
     dp: int | None,
     ep: int,
     pp: int,
@@ -148,8 +155,9 @@ def train(
 
     config = get_config(config_name)
     _refuse_device(config_name, device, max(ep, pp))
-    if micro_batches is not None:
-        config = replace(config, data=replace(config.data, micro_batches=micro_batches))
+    sizes = {"micro_batches": micro_batches, "sequences": sequences}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    config = replace(config, data=replace(config.data, **given))
     degrees = Degrees.from_options(dp, ep, pp, torchrun_world_size(), config)
     quiet, is_first = quiet or torchrun_rank() > 0, torchrun_rank() == 0
 

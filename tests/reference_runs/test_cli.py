@@ -12,7 +12,7 @@ import torch
 from bitcheck.cli import main, reference
 from bitcheck.errors import UsageError
 from bitcheck.reference_runs.checkpoint import PIECES
-from bitcheck.reference_runs.configs import CONFIGS, get_config
+from bitcheck.reference_runs.configs import CONFIGS, Config, get_config
 from bitcheck.reference_runs.switches import TABLE
 
 
@@ -51,6 +51,25 @@ def test_in_a_pipe_each_step_is_a_plain_line_with_its_loss_and_speed(tmp_path: P
     assert lines[2] == f"wrote {tmp_path / 'step-000001.pt'}"
     assert "held-out loss" in lines[-1]
     assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize("sizes", [(), ("--sequences", "3"), ("--sequences", "3", "--micro-batches", "1")])
+def test_a_step_has_as_many_tokens_as_asked_for(sizes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    from bitcheck.reference_runs import train as module
+
+    class Seen(Exception):
+        """Stops the command where the training would begin."""
+
+    def note(config: Config, *_: object) -> None:
+        raise Seen(config.data.tokens_per_step)
+
+    monkeypatch.setattr(module, "train", note)
+    data = get_config("nano").data
+    asked = dict(zip(sizes[::2], map(int, sizes[1::2]), strict=True))
+    rows = asked.get("--sequences", data.sequences) * asked.get("--micro-batches", data.micro_batches)
+    with pytest.raises(Seen) as seen:
+        main(["reference", "train", "--config", "nano", "--quiet", "--steps", "1", *sizes])
+    assert seen.value.args == (rows * data.seq_len,)
 
 
 def test_free_forms_are_said_to_be_a_simulated_arrival_order() -> None:
