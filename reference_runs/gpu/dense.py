@@ -84,10 +84,9 @@ def _only(w: Quantised) -> Quantised:
     return Quantised(w.values[0], w.scales[0], w.rows_per_scale)
 
 
-def dense_wgrad(dy_TN: Tensor, x: Tensor | Quantised, power_of_two_dy: bool, power_of_two_x: bool) -> Tensor:
-    """Return dy^T x, float32 [N, K], both quantised in columns; `x` bfloat16 or cached in FP8, [T, K]."""
-    dy = quantise_columns(dy_TN, power_of_two=power_of_two_dy)
-    return gemm(dy, quantise_columns(x, power_of_two=power_of_two_x), out_dtype=torch.float32)
+def wgrad(dy: Quantised, x: Quantised) -> Tensor:
+    """Return dy^T x, float32 [N, K], from `dy` [N, T'] and `x` [K, T'], both quantised in columns."""
+    return gemm(dy, x, out_dtype=torch.float32)
 
 
 class _Linear(torch.autograd.Function):
@@ -111,8 +110,8 @@ class _Linear(torch.autograd.Function):
         if ctx.weights is None:
             return dy_TN @ second, mm_fp32(dy_TN.t(), first), None, None
         dx_TK = product(quantise_rows(dy_TN), ctx.weights[1])
-        dw_NK = dense_wgrad(dy_TN, Quantised(first, second, 1), False, ctx.power_of_two)
-        return dx_TK, dw_NK, None, None
+        x = quantise_columns(Quantised(first, second, 1), power_of_two=ctx.power_of_two)
+        return dx_TK, wgrad(quantise_columns(dy_TN), x), None, None
 
 
 def linear(module: Weight, x_TK: Tensor, power_of_two: bool) -> Tensor:

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from bitcheck.reference_runs.gpu.dense import Pair, dense_wgrad, mm_fp32, pair, product
+from bitcheck.reference_runs.gpu.dense import Pair, mm_fp32, pair, product, wgrad
+from bitcheck.reference_runs.kernels import swiglu_quantise
 from bitcheck.reference_runs.kernels.grouped_gemm import grouped_dgrad_swiglu, grouped_gemm
 from bitcheck.reference_runs.kernels.grouped_wgrad import grouped_wgrad
 from bitcheck.reference_runs.kernels.quantise import Quantised, quantise_columns, quantise_rows
@@ -56,17 +57,30 @@ def _schedule(loads_E: Tensor, num_rows: int) -> GroupSchedule:
     return schedule
 
 
-def _wgrad(
-    dy_RN: Tensor, x: Tensor | Quantised, schedule: GroupSchedule, options: GemmOptions, power_of_two_dy: bool = False
-) -> Tensor:
-    """Return the experts' weight gradients, float32 [E, N, K]; the options' powers of two are x's scales, or dy's."""
+def _wgrad(dy: Quantised, x: Quantised, schedule: GroupSchedule, options: GemmOptions) -> Tensor:
+    """Return the experts' weight gradients, float32 [E, N, K], from `dy` and `x` in columns."""
     return grouped_wgrad(
-        quantise_columns(dy_RN, schedule, power_of_two=power_of_two_dy),
-        quantise_columns(x, schedule, power_of_two=options.power_of_two and not power_of_two_dy),
+        dy,
+        x,
         schedule,
         form="workspace" if options.is_wgrad_fixed else "atomic",
         num_parts=1 if options.is_wgrad_fixed else WGRAD_PARTS,
     )
+
+
+def _activate(h_R2F: Tensor, prob_R: Tensor | None) -> tuple[Quantised, Quantised]:
+    """Return (p * swiglu(h), h), both quantised in rows: what the second product reads, and what is cached."""
+    if swiglu_quantise.takes(h_R2F.shape[1] // 2):
+        return swiglu_quantise.swiglu_quantise(h_R2F, prob_R)
+    gate_RF, up_RF = h_R2F.chunk(2, -1)
+    return quantise_rows(swiglu_forward(gate_RF, up_RF, prob_R)), quantise_rows(h_R2F)
+
+
+def _activate_again(h: Quantised, prob_R: Tensor | None, schedule: GroupSchedule | None) -> Quantised:
+    """Return p * swiglu(h) in columns from the cached `h`: what the weight gradient reads."""
+    if swiglu_quantise.takes(h.values.shape[1] // 2):
+        return swiglu_quantise.swiglu_columns(h, prob_R, schedule)
+    return quantise_columns(cached_swiglu_forward(h, prob_R), schedule)
 
 
 def _wgrad_bf16(dy_RN: Tensor, x_RK: Tensor, schedule: GroupSchedule) -> Tensor:
@@ -104,7 +118,9 @@ class _GroupedLinear(torch.autograd.Function):
             dx_RK = _bf16(dy_RN, second, ctx.schedule)
             return dx_RK, _wgrad_bf16(dy_RN, first, ctx.schedule), None, None, None
         dx_RK = grouped_gemm(quantise_rows(dy_RN), ctx.weights[1], ctx.schedule)
-        dw_ENK = _wgrad(dy_RN, Quantised(first, second, 1), ctx.schedule, ctx.options)
+        dy = quantise_columns(dy_RN, ctx.schedule)
+        x = quantise_columns(Quantised(first, second, 1), ctx.schedule, power_of_two=ctx.options.power_of_two)
+        dw_ENK = _wgrad(dy, x, ctx.schedule, ctx.options)
         return dx_RK, dw_ENK, None, None, None
 
 
@@ -130,14 +146,13 @@ class _WeightedDown(torch.autograd.Function):
         dprob_form: Any,
     ) -> Tensor:
         ctx.weights, ctx.schedule, ctx.options, ctx.dprob_form = weights, schedule, options, dprob_form
-        gate_RF, up_RF = h_R2F.chunk(2, -1)
-        a_RF = swiglu_forward(gate_RF, up_RF, prob_R)
         if weights is None:
             ctx.save_for_backward(prob_R, h_R2F, weight)
-            return _bf16(a_RF, weight.transpose(1, 2), schedule)
-        h = quantise_rows(h_R2F)
+            gate_RF, up_RF = h_R2F.chunk(2, -1)
+            return _bf16(swiglu_forward(gate_RF, up_RF, prob_R), weight.transpose(1, 2), schedule)
+        a, h = _activate(h_R2F, prob_R)
         ctx.save_for_backward(prob_R, h.values, h.scales)
-        return grouped_gemm(quantise_rows(a_RF), weights[0], schedule)
+        return grouped_gemm(a, weights[0], schedule)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -154,7 +169,8 @@ class _WeightedDown(torch.autograd.Function):
             h = Quantised(first, second, 1)
             dy = quantise_rows(dy_RD, power_of_two=options.power_of_two)
             dh_R2F, dprob_R = grouped_dgrad_swiglu(dy, ctx.weights[1], schedule, h, prob_R, form=ctx.dprob_form)
-            dw = _wgrad(dy_RD, cached_swiglu_forward(h, prob_R), schedule, options, options.power_of_two)
+            dy = quantise_columns(dy_RD, schedule, power_of_two=options.power_of_two)
+            dw = _wgrad(dy, _activate_again(h, prob_R, schedule), schedule, options)
         return dh_R2F, dprob_R, dw, None, None, None, None
 
 
@@ -174,14 +190,13 @@ class _Down(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h_T2F: Tensor, weight: Tensor, weights: Pair | None) -> Tensor:
         ctx.weights = weights
-        gate_TF, up_TF = h_T2F.chunk(2, -1)
-        a_TF = swiglu_forward(gate_TF, up_TF)
         if weights is None:
             ctx.save_for_backward(h_T2F, weight)
-            return a_TF @ weight.t()
-        h = quantise_rows(h_T2F)
+            gate_TF, up_TF = h_T2F.chunk(2, -1)
+            return swiglu_forward(gate_TF, up_TF) @ weight.t()
+        a, h = _activate(h_T2F, None)
         ctx.save_for_backward(h.values, h.scales)
-        return product(quantise_rows(a_TF), weights[0])
+        return product(a, weights[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -193,7 +208,7 @@ class _Down(torch.autograd.Function):
             return dh_T2F, mm_fp32(dy_TD.t(), swiglu_forward(gate_TF, up_TF)), None
         h = Quantised(first, second, 1)
         dh_T2F = cached_swiglu_backward(product(quantise_rows(dy_TD), ctx.weights[1]), h)
-        return dh_T2F, dense_wgrad(dy_TD, cached_swiglu_forward(h), False, False), None
+        return dh_T2F, wgrad(quantise_columns(dy_TD), _activate_again(h, None, None)), None
 
 
 def down(module: Weight, h_T2F: Tensor) -> Tensor:

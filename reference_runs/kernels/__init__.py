@@ -9,6 +9,7 @@
     topk             the chosen experts of a token (`stable`, `unstable`)
     swiglu           w1 x, w3 x -> silu(w1 x) * w3 x, forward and backward
     heads            MLA's queries, keys and values with RoPE, as an attention kernel takes them
+    swiglu_quantise  the same with the quantisation before and after it
     combine          the K expert rows of a token -> one (`gather`, `atomic`)
     norm             RMSNorm, forward and backward; dweight (`two-stage`, `atomic`)
     embedding        the table's gradient (`sorted`, `atomic`)

@@ -116,16 +116,19 @@ def test_a_grouped_linear(on_device: OnDevice[Any], precision: Any, is_wgrad_fix
 
 @pytest.mark.parametrize("dprob_form", ["slots", "serial", "atomic"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_the_experts_second_half(on_device: OnDevice[Any], precision: Any, dprob_form: str) -> None:
-    down = OverExperts(WeightedDown(4, 208, 48, precision, 0.1, dprob_form, is_wgrad_fixed=True))
-    h, prob, dy = torch.randn(NUM_ROWS, 416).bfloat16(), torch.rand(NUM_ROWS), torch.randn(NUM_ROWS, 48).bfloat16()
+@pytest.mark.parametrize("width", [208, 256])
+def test_the_experts_second_half(on_device: OnDevice[Any], precision: Any, dprob_form: str, width: int) -> None:
+    down = OverExperts(WeightedDown(4, width, 48, precision, 0.1, dprob_form, is_wgrad_fixed=True))
+    h, dy = torch.randn(NUM_ROWS, 2 * width).bfloat16(), torch.randn(NUM_ROWS, 48).bfloat16()
+    prob = torch.rand(NUM_ROWS)
     assert_agree(on_device, down, [h, prob], dy, 6 * BF16_STEP)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_a_dense_second_half(on_device: OnDevice[Any], precision: Any) -> None:
-    down = Down(208, 48, precision, 0.1)
-    h, dy = torch.randn(150, 416).bfloat16(), torch.randn(150, 48).bfloat16()
+@pytest.mark.parametrize("width", [208, 256])
+def test_a_dense_second_half(on_device: OnDevice[Any], precision: Any, width: int) -> None:
+    down = Down(width, 48, precision, 0.1)
+    h, dy = torch.randn(150, 2 * width).bfloat16(), torch.randn(150, 48).bfloat16()
     assert_agree(on_device, down, [h], dy, 6 * BF16_STEP)
 
 
