@@ -14,17 +14,20 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 FSDP_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 """Where FSDP gathers parameters and reduces gradients."""
 STAGES = "torch.distributed.pipelining.stage"
+WEIGHT_GRADIENTS = "torch.distributed.pipelining._backward"
 SCHEDULES = "torch.distributed.pipelining.schedules"
 OBJECT_FUNCTIONS = (
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
     "recv_object_list",
 )  # fmt: skip
 MAX_FRAMES = 24
+_MAX_FRAMES_OF_A_SUM = 8
 
 
 def frames_of(module: str, max_frames: int = MAX_FRAMES) -> Iterator[FrameType]:
@@ -76,6 +79,20 @@ def is_rehearsal() -> bool:
     It does so in a process's first step, resumed or not, so that it is no part of any.
     """
     return any(word in frame.f_code.co_name for frame in frames_of(STAGES) for word in ("inference", "warmup"))
+
+
+def weight_in_call() -> torch.Tensor | None:
+    """Return the parameter whose gradient a pipeline adds to outside backward, None where it does no such thing.
+
+    Zero-bubble schedules compute gradients of inputs and of weights apart. PyTorch (2.11 to 2.13) goes through the
+    weights that share a gradient in the order of a set of autograd nodes, which is the order of their addresses:
+    the sums are the same in every run, their order is not, so that only the weight tells which is which.
+    """
+    for frame in frames_of(WEIGHT_GRADIENTS, _MAX_FRAMES_OF_A_SUM):
+        weight = frame.f_locals.get("weight")
+        if frame.f_code.co_name == "stage_backward_weight" and isinstance(weight, torch.Tensor):
+            return weight
+    return None
 
 
 def is_sending_objects(max_frames: int = MAX_FRAMES) -> bool:

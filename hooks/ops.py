@@ -26,7 +26,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from bitcheck.events import Group, Phase, Site
-from bitcheck.hooks.callers import is_sending_objects
+from bitcheck.hooks.callers import is_sending_objects, weight_in_call
 from bitcheck.hooks.capture import Capture
 from bitcheck.hooks.dynamo import UnseenMode, is_quiet, paused, skip_frame
 from bitcheck.hooks.launches import Kernel, LaunchHooks
@@ -271,6 +271,10 @@ class OpHooks(UnseenMode):
             return Location(builder, Phase.OPTIM, label, "", -1, False, "")
         builder = recorder.between_steps()
         phase = Phase.GRAD if builder.is_after_backward else Phase.FORWARD
+        weight = weight_in_call()
+        name_of_weight = recorder.parameter_name(weight) if weight is not None else None
+        if name_of_weight is not None:
+            return Location(builder, Phase.GRAD, *name_of_weight, -1, False, "")
         return Location(builder, phase, "", PROGRAM, -1, False, "")
 
     @paused

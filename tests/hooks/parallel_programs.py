@@ -375,23 +375,25 @@ def expert_parallel_functional() -> Trained:
 # --- pipelines
 
 
-def _pipeline(kind: str, stages_per_rank: int = 1) -> Trained:
+def _pipeline(kind: str, stages_per_rank: int = 1, is_v: bool = False) -> Trained:
+    """Train a pipeline; with `is_v` its second half goes back through the ranks, so that the first has both ends."""
     from torch.distributed import pipelining
 
     rank, world = dist.get_rank(), dist.get_world_size()
     count = stages_per_rank * world
     whole = seeded(lambda: nn.Sequential(*[Block() for _ in range(count)]))
-    own = [nn.Sequential(whole[index]) for index in range(rank, count, world)]
+    places = [rank, count - 1 - rank] if is_v else list(range(rank, count, world))
+    own = [nn.Sequential(whole[index]) for index in places]
     stages = [
         pipelining.PipelineStage(module, index, count, torch.device("cpu"))
-        for module, index in zip(own, range(rank, count, world), strict=True)
+        for module, index in zip(own, places, strict=True)
     ]
     schedule: Any = getattr(pipelining, kind)
     run = schedule(stages if stages_per_rank > 1 else stages[0], 4, loss_fn=lambda y, t: (y - t).square().mean())
     optimizer = torch.optim.AdamW([p for module in own for p in module.parameters()], lr=1e-2)
     for x in batches(num_rows=8, is_replicated=True):
         arguments = (x,) if rank == 0 else ()
-        target = {"target": x.flip(0)} if rank == world - 1 else {}
+        target = {"target": x.flip(0)} if count - 1 in places else {}
         run.step(*arguments, **target)
         optimizer.step()
         optimizer.zero_grad()
@@ -416,6 +418,16 @@ def pipeline_interleaved() -> Trained:
 @program
 def pipeline_zero_bubble() -> Trained:
     return _pipeline("ScheduleInterleavedZeroBubble", 2)
+
+
+@program
+def pipeline_zero_bubble_v() -> Trained:
+    return _pipeline("ScheduleZBVZeroBubble", 2, is_v=True)
+
+
+@program
+def pipeline_dual_v() -> Trained:
+    return _pipeline("ScheduleDualPipeV", 2, is_v=True)
 
 
 # --- each collective by itself

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
 import torch
 
 from bitcheck.diff import diff_runs
@@ -119,7 +120,7 @@ def test_tensor_parallel_programs_are_recorded_as_they_are(tmp_path: Path) -> No
 def test_expert_parallel_programs_are_recorded_as_they_are(tmp_path: Path) -> None:
     names = (
         "expert_parallel", "expert_parallel_asynchronous", "expert_parallel_functional", "every_collective",
-        "transfers_by_operators", "groups_of_the_same_ranks",
+        "groups_of_the_same_ranks",
     )  # fmt: skip
     run_job(tmp_path, 2, "module", *names)
     for name in names[:3]:
@@ -135,15 +136,20 @@ def test_expert_parallel_programs_are_recorded_as_they_are(tmp_path: Path) -> No
         }  # fmt: skip
         sent, received = (keys(step(run, rank), Phase.COMM) for rank in (0, 1))
         assert "comm/send.0-1:in.0#1" in sent and "comm/send.0-1:out.0#1" in received
+    with open_run(tmp_path / "groups_of_the_same_ranks" / "a") as run:
+        found = [site.path for site in step(run, 0).sites if site.phase is Phase.COMM and site.slot == "out.0"]
+        assert found == [f"all_reduce.sum.{name}" for name in ("world.experts_dp", "world.2", "world")]
+
+
+@pytest.mark.skipif(not hasattr(torch.ops._c10d_functional, "isend"), reason="this PyTorch has no such operators")
+def test_transfers_by_operators_are_recorded_as_they_are(tmp_path: Path) -> None:
+    run_job(tmp_path, 2, "module", "transfers_by_operators")
     with open_run(tmp_path / "transfers_by_operators" / "a") as run:
         sent, received = (keys(step(run, rank), Phase.COMM) for rank in (0, 1))
         assert sent == ["comm/send.0-1:in.0", "comm/send.0-1:in.0#1", "comm/send.1-0:out.0"]
         assert received == ["comm/send.0-1:out.0", "comm/send.1-0:in.0", "comm/send.0-1:out.0#1"]
         given, gotten = (_digests(step(run, rank)) for rank in (0, 1))
         assert all(given[f"comm/send.0-1:in.0{tail}"] == gotten[f"comm/send.0-1:out.0{tail}"] for tail in ("", "#1"))
-    with open_run(tmp_path / "groups_of_the_same_ranks" / "a") as run:
-        found = [site.path for site in step(run, 0).sites if site.phase is Phase.COMM and site.slot == "out.0"]
-        assert found == [f"all_reduce.sum.{name}" for name in ("world.experts_dp", "world.2", "world")]
 
 
 def test_objects_are_no_tensors_whoever_imported_the_functions_that_send_them(tmp_path: Path) -> None:
@@ -157,7 +163,7 @@ def test_objects_are_no_tensors_whoever_imported_the_functions_that_send_them(tm
 
 def test_pipelines_are_recorded_as_they_are_by_stage_and_micro_batch(tmp_path: Path) -> None:
     names = ("pipeline_1f1b", "pipeline_interleaved")
-    run_job(tmp_path, 2, "module", *names)
+    run_job(tmp_path, 2, "module", *names, "pipeline_zero_bubble_v", "pipeline_dual_v")
     for name in names:
         with open_run(tmp_path / name / "a") as run:
             for rank in (0, 1):
@@ -171,7 +177,10 @@ def test_pipelines_are_recorded_as_they_are_by_stage_and_micro_batch(tmp_path: P
 
 
 def test_programs_of_several_ranks_are_recorded_as_they_are_operation_by_operation(tmp_path: Path) -> None:
-    names = ("fsdp", "tensor_parallel", "expert_parallel_functional", "pipeline_gpipe")
+    names = (
+        "fsdp", "tensor_parallel", "expert_parallel_functional", "pipeline_gpipe", "pipeline_zero_bubble",
+        "pipeline_dual_v",
+    )  # fmt: skip
     run_job(tmp_path, 2, "op", *names)
     with open_run(tmp_path / "tensor_parallel" / "a") as run:
         loaded = step(run, 0)
@@ -181,6 +190,9 @@ def test_programs_of_several_ranks_are_recorded_as_they_are_operation_by_operati
         used = [index for index in range(len(texts)) if result in loaded.layout.inputs_of(index)]
         assert any(texts[index].startswith("forward/") for index in used), "what comes after knows whence it has it"
         assert not any(text.startswith("batch/") and not text.startswith("batch/Net:in.0") for text in texts)
+    with open_run(tmp_path / "pipeline_dual_v" / "a") as run:
+        added = {site.path for site in step(run, 0).sites if site.phase is Phase.GRAD and "aten.add_" in site.slot}
+        assert added >= {"stage.0.0.up.weight", "stage.0.0.up.bias"}, "in the order of their addresses, so by name"
 
 
 def test_a_restart_with_other_buckets_is_told_as_what_it_is_and_what_is_advised_helps(tmp_path: Path) -> None:
