@@ -47,6 +47,17 @@ def frames_of(module: str, max_frames: int = MAX_FRAMES) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def global_values() -> Iterator[object]:
+    """Yield the global variables of the Python modules whose functions are running in this thread."""
+    seen: set[int] = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if id(frame.f_globals) not in seen:
+            seen.add(id(frame.f_globals))
+            yield from list(frame.f_globals.values())
+        frame = frame.f_back
+
+
 def fsdp_purpose() -> str | None:
     """Return whether FSDP `gather`s parameters or `reduce`s gradients here, None where it is not FSDP's doing."""
     for frame in frames_of(FSDP_COLLECTIVES):

@@ -138,6 +138,7 @@ class Recorder:
         self.modules.install()
         self.gradients.install()
         self.optimizers.install(search_optimizers)
+        self.sharding.install()
         if self.collectives is not None:
             self.collectives.install()
         if self.ops is not None:

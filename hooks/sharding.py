@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from bitcheck.events import Phase
+from bitcheck.hooks.callers import global_values
 from bitcheck.hooks.dynamo import quiet
 from bitcheck.hooks.naming import walk
 from bitcheck.hooks.patches import Patches
@@ -60,6 +62,7 @@ class Sharding:
         self._made: list[weakref.ref[nn.parallel.DistributedDataParallel]] = []
         """Wrappers of which nothing had a name when it was last looked."""
         self._has_searched = False
+        self._handle: Any = None
         self._patches = Patches()
         self._has_hushed = False
 
@@ -73,8 +76,15 @@ class Sharding:
             for name in [name for name, value in vars(kind).items() if "inference" in name and callable(value)]:
                 self._patches.replace(kind, name, quiet)
 
+    def install(self) -> None:
+        """See wrappers being made."""
+        self._handle = register_module_module_registration_hook(self._note_made)
+
     def remove(self) -> None:
         """Put everything back."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
         self._patches.remove()
         self._has_hushed = False
 
@@ -88,18 +98,27 @@ class Sharding:
             if isinstance(child, nn.parallel.DistributedDataParallel):
                 self._learn_replicas(child)
 
-    def _search(self) -> None:
-        """Find every DistributedDataParallel there is, once: a program may call what one wraps, and never itself.
+    def _note_made(self, owner: nn.Module, name: str, module: object) -> None:
+        """See DistributedDataParallel take the module that it wraps.
 
-        They are looked for in memory, so that none of its methods needs a wrapper: its constructor's warnings name
-        the line that called it.
+        Its constructor needs no wrapper for that: warnings name the line that called it.
+        """
+        if name == "module" and isinstance(owner, nn.parallel.DistributedDataParallel):
+            self._made.append(weakref.ref(owner))
+
+    def _search(self) -> None:
+        """Find every wrapper that was there before the recorder, once: a program may call what one wraps, never itself.
+
+        The garbage collector does not show what a program froze (`gc.freeze`), so the variables of the modules that
+        are running are looked at, too. Locals are not: that would keep them alive.
         """
         if self._has_searched or not dist.is_available() or not dist.is_initialized():
             return
         self._has_searched = True
         kind = nn.parallel.DistributedDataParallel
         # By type(): isinstance() would run the code of proxy objects that pretend to be of another class.
-        self._made += [weakref.ref(found) for found in gc.get_objects() if issubclass(type(found), kind)]
+        found = {id(one): one for one in (*gc.get_objects(), *global_values()) if issubclass(type(one), kind)}
+        self._made += [weakref.ref(one) for one in found.values()]
 
     def _learn_made(self) -> None:
         """Learn of the wrappers of modules that have a name by now."""
@@ -110,9 +129,10 @@ class Sharding:
 
     def _learn_replicas(self, wrapper: nn.parallel.DistributedDataParallel) -> bool:
         """Note what a wrapper holds equal; False where nothing of it has a name yet."""
-        members = process_group_ranks(wrapper.process_group)
+        group = getattr(wrapper, "process_group", None)
+        members = process_group_ranks(group) if group is not None else None
         if members is None:
-            return True  # its group was destroyed: it reduces nothing any more
+            return True  # its group was destroyed, or its constructor failed: it reduces nothing
         text = TensorPlacement.of_ddp(members).to_text()
         ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
         is_known = False
