@@ -43,6 +43,12 @@ PROGRAMS = "tests.hooks.parallel_programs"
 """The module that has the programs."""
 NUM_RANKS = 4
 FAULTY_STEP = 1
+EARLIER_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+}
+"""Methods of `ProcessGroup` and what they are called in an earlier PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,8 @@ class Injector:
         elif kind == "result":
             group = torch._C._distributed_c10d.ProcessGroup
             work = torch._C._distributed_c10d.Work
-            self._patch(group, at, self._collective(getattr(group, at)))
+            method = self._method(at)
+            self._patch(group, method, self._collective(getattr(group, method)))
             self._patch(work, "wait", self._wait(work.wait))
             self._patch(work, "get_future", self._get_future(work.get_future))
 
@@ -157,7 +164,8 @@ class Injector:
         """Put in what lies above the recorder: it changes what a collective is given."""
         if self._is_here and self._fault is not None and self._fault.kind == "contribution":
             group = torch._C._distributed_c10d.ProcessGroup
-            self._patch(group, self._fault.at, self._contribution(getattr(group, self._fault.at)))
+            method = self._method(self._fault.at)
+            self._patch(group, method, self._contribution(getattr(group, method)))
 
     def end(self) -> None:
         """Take everything out again."""
@@ -167,6 +175,9 @@ class Injector:
             handle.remove()
         if self._library is not None:
             self._library._destroy()
+
+    def _method(self, name: str) -> str:
+        return name if hasattr(torch._C._distributed_c10d.ProcessGroup, name) else EARLIER_NAMES[name]
 
     def _module_call(self, original: Any) -> Any:
         fault = self._fault

@@ -11,6 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Iterator
+from operator import itemgetter
 from types import CodeType, FrameType
 from typing import Any
 
@@ -92,17 +93,24 @@ def is_rehearsal() -> bool:
     return any(word in frame.f_code.co_name for frame in frames_of(STAGES) for word in ("inference", "warmup"))
 
 
-def weight_in_call() -> torch.Tensor | None:
-    """Return the parameter whose gradient a pipeline adds to outside backward, None where it does no such thing.
+def weight_in_call() -> tuple[torch.Tensor, int] | None:
+    """Return the parameter to whose gradient a pipeline adds outside backward, None where it does no such thing.
 
     Zero-bubble schedules compute gradients of inputs and of weights apart. PyTorch (2.11 to 2.13) goes through the
     weights that share a gradient in the order of a set of autograd nodes, which is the order of their addresses:
-    the sums are the same in every run, their order is not, so that only the weight tells which is which.
+    the sums are the same in every run, their order is not, so that only the weight tells which is which. PyTorch 2.11
+    first adds up what comes into each node: these sums are the first weight's, and have the node's number.
     """
     for frame in frames_of(WEIGHT_GRADIENTS, _MAX_FRAMES_OF_A_SUM):
-        weight = frame.f_locals.get("weight")
-        if frame.f_code.co_name == "stage_backward_weight" and isinstance(weight, torch.Tensor):
-            return weight
+        if frame.f_code.co_name != "stage_backward_weight":
+            continue
+        local = frame.f_locals
+        nodes = local.get("param_group", {}).get("intermediates")
+        if nodes is None:
+            return (local["weight"], 0) if "weight" in local else None
+        places = [local["grad_acc_to_weight"][node] for node in local["param_group"]["params"]]
+        order = sorted(node._sequence_nr() for node in nodes)
+        return min(places, key=itemgetter(1))[0], order.index(local["intermediate"]._sequence_nr())
     return None
 
 

@@ -271,10 +271,11 @@ class OpHooks(UnseenMode):
             return Location(builder, Phase.OPTIM, label, "", -1, False, "")
         builder = recorder.between_steps()
         phase = Phase.GRAD if builder.is_after_backward else Phase.FORWARD
-        weight = weight_in_call()
-        name_of_weight = recorder.parameter_name(weight) if weight is not None else None
-        if name_of_weight is not None:
-            return Location(builder, Phase.GRAD, *name_of_weight, -1, False, "")
+        added = weight_in_call()
+        weight = recorder.parameter_name(added[0]) if added is not None else None
+        if added is not None and weight is not None:
+            path = f"{weight[1]}.{added[1]}" if added[1] else weight[1]
+            return Location(builder, Phase.GRAD, weight[0], path, -1, False, "")
         return Location(builder, phase, "", PROGRAM, -1, False, "")
 
     @paused
