@@ -27,6 +27,8 @@ OBJECT_FUNCTIONS = (
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
     "recv_object_list",
 )  # fmt: skip
+_REHEARSALS = ((STAGES, ("inference", "warmup")), (SCHEDULES, ("_initialize_stage",)))
+"""Where pipelines get ready, and words in the names of the functions that do it: 2.13 greets in a stage's, 2.11 not."""
 MAX_FRAMES = 24
 _MAX_FRAMES_OF_A_SUM = 8
 
@@ -90,7 +92,9 @@ def is_rehearsal() -> bool:
 
     It does so in a process's first step, resumed or not, so that it is no part of any.
     """
-    return any(word in frame.f_code.co_name for frame in frames_of(STAGES) for word in ("inference", "warmup"))
+    return any(
+        word in frame.f_code.co_name for module, words in _REHEARSALS for frame in frames_of(module) for word in words
+    )
 
 
 def weight_in_call() -> tuple[torch.Tensor, int] | None:
