@@ -50,7 +50,7 @@ def frames_of(module: str, max_frames: int = MAX_FRAMES) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def global_values() -> Iterator[object]:
+def global_values() -> Iterator[Any]:
     """Yield the global variables of the Python modules whose functions are running in this thread."""
     seen: set[int] = set()
     frame: FrameType | None = sys._getframe(1)

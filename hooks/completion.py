@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,18 +17,28 @@ from bitcheck.events import Site
 from bitcheck.hooks.dynamo import paused, skip_frame
 from bitcheck.hooks.modules import in_backward
 from bitcheck.hooks.patches import Function, Patches
-from bitcheck.hooks.steps import StepBuilder
+from bitcheck.hooks.steps import StepBuilder, version_of
 from bitcheck.hooks.tensors import storage_id
 
 if TYPE_CHECKING:
     from bitcheck.hooks.recorder import Recorder
 
 
-class Promised(NamedTuple):
+class Promised:
     """Results of a collective under way: their places in the step, and the tensors they will be read from."""
 
-    builder: StepBuilder
-    results: list[tuple[int, torch.Tensor]]
+    __slots__ = ("builder", "results", "storages", "versions")
+
+    def __init__(self, builder: StepBuilder, results: list[tuple[int, torch.Tensor]]) -> None:
+        self.builder = builder
+        self.results = results
+        self.versions = [version_of(tensor) for _, tensor in results]
+        """Of the tensors now: what the program changes from here on is no longer the result."""
+        self.storages = tuple(dict.fromkeys(storage for _, t in results if (storage := storage_id(t)) is not None))
+
+    def forget(self) -> None:
+        """Let go of the tensors, unread; their memory is known to be in flight all the same."""
+        self.results, self.versions = [], []
 
 
 class _Flight:
@@ -56,6 +66,8 @@ class Completions:
         """Identity of a future -> the future and the pending work that it was taken of."""
         self.flying: dict[int, _Flight] = {}
         """Storage -> the collectives that write it. Steps hold this very dict."""
+        self._ask: Function | None = None
+        """`Work.is_completed` itself."""
         self._lock = threading.RLock()
         """A thread of gloo's calls back where a program took a work's future."""
 
@@ -82,18 +94,15 @@ class Completions:
 
     def take_off(self, promised: Promised) -> None:
         """Know that a collective writes these tensors from now on."""
-        for _, tensor in promised.results:
-            storage = storage_id(tensor)
-            if storage is not None:
-                self.flying.setdefault(storage, _Flight())
+        for storage in promised.storages:
+            self.flying.setdefault(storage, _Flight())
 
     def expect(self, promised: Promised) -> None:
         """Read what was promised when somebody waits for its memory."""
         for event, tensor in promised.results:
-            storage = storage_id(tensor)
-            if storage is not None:
-                flight = self.flying.setdefault(storage, _Flight())
-                flight.promises.append(Promised(promised.builder, [(event, tensor)]))
+            one = Promised(promised.builder, [(event, tensor)])
+            for storage in one.storages:
+                self.flying.setdefault(storage, _Flight()).promises.append(one)
 
     def await_work(self, group: Any, work: Any, promised: Promised) -> None:
         """Read what was promised when somebody waits for a work; at once where there is none to wait for."""
@@ -102,8 +111,8 @@ class Completions:
             waiting.append(promised)
             return
         with self._lock:
-            for flight in self._flights(promised):
-                flight.num_works += 1
+            for storage in promised.storages:
+                self.flying.setdefault(storage, _Flight()).num_works += 1
             if isinstance(work, torch._C._distributed_c10d.Work):
                 self._pending.setdefault(id(work), (work, []))[1].append(promised)
             else:
@@ -127,54 +136,69 @@ class Completions:
 
     # --- what is there
 
-    def _flights(self, promised: Promised) -> list[_Flight]:
-        """Return the flights of the storages that a work writes, each once."""
-        storages = dict.fromkeys(storage_id(tensor) for _, tensor in promised.results)
-        return [self.flying.setdefault(storage, _Flight()) for storage in storages if storage is not None]
-
-    def _settle(self, promised: Promised) -> None:
+    def _settle(self, promised: Promised, is_chance: bool = False) -> None:
         """Read what a work has written, and what else was recorded of the memory where no other still writes it."""
-        flights = self._flights(promised)
-        for event, tensor in promised.results:
-            if self._recorder.is_active:
-                promised.builder.settle(event, tensor)
-        for flight in flights:
+        self._read(promised, is_chance)
+        for storage in promised.storages:
+            flight = self.flying.setdefault(storage, _Flight())
             flight.num_works -= 1
-        for _, tensor in promised.results:
-            storage = storage_id(tensor)
-            if storage is not None and storage in self.flying and self.flying[storage].num_works <= 0:
-                self.land(tensor)
+            if flight.num_works <= 0:
+                self._land(storage, is_chance)
+
+    def _read(self, promised: Promised, is_chance: bool) -> None:
+        """Read tensors whose bits are there.
+
+        Where it is by chance that it happens now, not those that the program has changed, nor a device's: this
+        stream is none that the program had wait for them, so their memory may be handed on under our reading.
+        """
+        for (event, tensor), version in zip(promised.results, promised.versions, strict=True):
+            is_readable = not is_chance or (tensor.is_cpu and version_of(tensor) == version)
+            if self._recorder.is_active and is_readable:
+                promised.builder.settle(event, tensor)
 
     def land(self, tensor: torch.Tensor) -> None:
         """Read what was recorded of a tensor's memory while a collective, which is complete, was writing it."""
         storage = storage_id(tensor) if self.flying else None
-        if storage is None:
-            return
-        with self._lock:
-            flight = self.flying.pop(storage, None)
-            for promised in flight.promises if flight is not None else ():
-                for event, other in promised.results:
-                    if self._recorder.is_active:
-                        promised.builder.settle(event, other)
+        if storage is not None:
+            with self._lock:
+                self._land(storage, False)
+
+    def _land(self, storage: int, is_chance: bool) -> None:
+        flight = self.flying.pop(storage, None)
+        for promised in flight.promises if flight is not None else ():
+            self._read(promised, is_chance)
 
     @paused
-    def _settle_work(self, work: Any) -> None:
+    def _settle_work(self, work: Any, is_chance: bool = False) -> None:
         with self._lock:
             held = self._pending.pop(id(work), None)
             for promised in held[1] if held is not None else ():
-                self._settle(promised)
+                self._settle(promised, is_chance)
             for key in [key for key, (_, own) in self._futures.items() if own is work]:
                 del self._futures[key]
 
     def settle_complete(self) -> None:
-        """Read what is complete though nobody has waited for it yet, and let go of it."""
+        """Read what is complete in the host's memory though nobody has waited for it yet, and let go of it.
+
+        When that is, is chance: what the program has changed since is not read, and counts as unobserved.
+        """
         with self._lock:
             for work, _ in list(self._pending.values()):
-                work.is_completed()  # which reads it
+                if self._ask is not None and self._is_on_host(work) and self._ask(work):
+                    self._settle_work(work, is_chance=True)
 
     def close(self, builder: StepBuilder) -> None:
-        """Let go of what a step that ends was promised; what a work still writes the next step does not read either."""
+        """Let go of what a step that ends was promised; what a work still writes the next step does not read either.
+
+        So a tensor that nobody waits for is held until a collective begins when it is there, and never beyond the end
+        of its step; of its work no more than the handle, until that says that it is complete.
+        """
         with self._lock:
+            self.settle_complete()
+            for _, promises in self._pending.values():
+                for promised in promises:
+                    if promised.builder is builder:
+                        promised.forget()
             self.settle_complete()
             for storage, flight in list(self.flying.items()):
                 flight.promises = [promised for promised in flight.promises if promised.builder is not builder]
@@ -196,6 +220,7 @@ class Completions:
 
     def _asking(self, original: Function) -> Function:
         """A program may read a result that it polled for. Of a device's work that says nothing of its stream."""
+        self._ask = original
 
         @functools.wraps(original)
         @skip_frame

@@ -170,7 +170,7 @@ class Recorder:
         """Take everything out of PyTorch again, at once; what waits to be written is left waiting."""
         global _active
         self.is_active = False
-        self._held = None
+        self._let_go()
         if self._own_mistake in on_error:
             on_error.remove(self._own_mistake)
         if self.ops is not None:
@@ -364,7 +364,7 @@ class Recorder:
         self._trouble = error
         if not self._is_strict:
             self.is_active = False
-            self._held = None
+            self._let_go()
         self._on_trouble(error)
 
     def _own_mistake(self, error: Exception) -> None:
@@ -403,10 +403,15 @@ class Recorder:
         if builder.is_kept:
             self._take_state(builder, set())
             self._submit(builder)
-        self._held = None
+        self._let_go()
         self.modules.forget()
         if self.ops is not None:
             self.ops.forget()
+
+    def _let_go(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.forget()
 
     def _submit(self, builder: StepBuilder) -> None:
         if self.collectives is not None:
@@ -524,6 +529,10 @@ class _Held:
             if label in trained and (module := reference()) is not None
         ]
         self._watched = [weakref.ref(holder, self._gone) for holder in [*modules, *recorder.optimizers.living()]]
+
+    def forget(self) -> None:
+        """Let go of the state, and of the callbacks that stand for this: the two hold each other."""
+        self.tensors, self.holdings, self._watched = [], [], []
 
     def _gone(self, _: object) -> None:
         recorder = self._recorder()

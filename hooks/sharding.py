@@ -117,8 +117,8 @@ class Sharding:
         self._has_searched = True
         kind = nn.parallel.DistributedDataParallel
         # By type(): isinstance() would run the code of proxy objects that pretend to be of another class.
-        found = {id(one): one for one in (*gc.get_objects(), *global_values()) if issubclass(type(one), kind)}
-        self._made += [weakref.ref(one) for one in found.values()]
+        for objects in (gc.get_objects, global_values):  # one by one: a list of all would hold itself
+            self._made += [weakref.ref(found) for found in objects() if issubclass(type(found), kind)]
 
     def _learn_made(self) -> None:
         """Learn of the wrappers of modules that have a name by now."""

@@ -147,7 +147,7 @@ class StepBuilder:
 
     def remember(self, tensor: torch.Tensor, events: list[int]) -> None:
         """Note under which events a tensor was last recorded."""
-        self._remembered[id(tensor)] = (weakref.ref(tensor), _version(tensor), events)
+        self._remembered[id(tensor)] = (weakref.ref(tensor), version_of(tensor), events)
 
     def recorded(self, tensor: torch.Tensor) -> list[int]:
         """Return the events under which this very tensor was last recorded, [] if it was not.
@@ -168,7 +168,13 @@ class StepBuilder:
         On a device, where that costs memory bandwidth, a tensor of the same version keeps its digest.
         """
         held = self._remembered.get(id(tensor))
-        if tensor.is_cpu or held is None or held[0]() is not tensor or held[1] != _version(tensor) or len(held[2]) != 1:
+        if (
+            tensor.is_cpu
+            or held is None
+            or held[0]() is not tensor
+            or held[1] != version_of(tensor)
+            or len(held[2]) != 1
+        ):
             return self.add_tensor(site, tensor, group, inputs)
         record, known = self.record, held[2][0]
         index = record.add(
@@ -422,5 +428,6 @@ class StepBuilder:
         return record
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often operations wrote a tensor so far, -1 where PyTorch does not count."""
     return -1 if tensor.is_inference() else tensor._version

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -316,3 +318,22 @@ def test_the_last_step_has_its_end_state_though_the_model_is_gone_before_the_end
         site.path: last.digests[index].tobytes() for index, site in enumerate(last.sites) if site.phase is Phase.PARAM
     }
     assert recorded == final
+
+
+def test_a_model_that_the_program_drops_is_gone_at_once(tmp_path: Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with bitcheck.record(tmp_path / "run") as rec:
+            for _ in range(2):
+                model = nn.Linear(3, 2)
+                weight = weakref.ref(model.weight)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+                rec.step()
+                optimizer.param_groups.clear()  # an optimizer is a circle by itself
+                del model, optimizer
+                assert weight() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,92 @@
+"""What nobody waits for is held no longer than its step, and is never read when it is no longer the result."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import bitcheck
+from bitcheck.events import Phase
+from bitcheck.hooks.completion import Completions
+from bitcheck.hooks.recorder import active_recorder
+from bitcheck.hooks.steps import UNREAD
+from bitcheck.run import open_run
+
+
+@pytest.fixture(autouse=True)
+def process_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def finish(work: dist.Work) -> None:
+    """Let a work be complete without a word of it to the recorder."""
+    while not work.exception() and not is_completed(work):
+        pass
+
+
+is_completed = torch._C._distributed_c10d.Work.is_completed
+
+
+def test_a_devices_result_that_nobody_waits_for_is_let_go_of_at_the_end_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_nothing_left(own: Completions, work: object) -> bool:  # a device's results are read for nobody's asking
+        return not any(promised.results for promised in own._pending[id(work)][1])
+
+    monkeypatch.setattr(Completions, "_is_on_host", is_nothing_left)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gone = []
+    with bitcheck.record(tmp_path / "run", model, optimizer) as rec:
+        for _ in range(3):
+            reduced = torch.ones(4)
+            gone.append(weakref.ref(reduced))
+            finish(dist.all_reduce(reduced, async_op=True))
+            train(model, optimizer)
+            del reduced
+            rec.step()
+            recorder = active_recorder()
+            assert recorder is not None and recorder.collectives is not None
+            held = recorder.collectives.completions
+            assert not held._pending and not held.flying and not held._futures
+            assert all(tensor() is None for tensor in gone)
+    with open_run(tmp_path / "run") as run:
+        missed = [run.rank(0).load(row).unobserved for row in range(1, 4)]
+    assert missed == [{"asynchronous collectives that were not waited for": 1}] * 3
+
+
+def test_a_result_that_the_program_changed_before_anybody_saw_it_is_not_read(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with bitcheck.record(tmp_path / "run", model, optimizer) as rec:
+        kept, changed = torch.ones(4), torch.ones(4)
+        finish(dist.all_reduce(kept, async_op=True))
+        dist.all_reduce(torch.ones(1))  # reads it
+        finish(dist.all_reduce(changed, async_op=True))
+        changed.add_(1)
+        dist.all_reduce(torch.ones(1))
+        train(model, optimizer)
+        rec.step()
+    with open_run(tmp_path / "run") as run:
+        step = run.rank(0).load(1)
+    digests = [
+        step.digests[index].tobytes()
+        for index, site in enumerate(step.sites)
+        if site.phase is Phase.COMM and site.slot == "out.0"
+    ]
+    assert [digest == UNREAD for digest in digests] == [False, False, True, False]
+    assert step.unobserved == {"asynchronous collectives that were not waited for": 1}
