@@ -219,7 +219,10 @@ def _why(cause: ReplicaCause, first: Disagreement, evidence: Evidence, odd: Mapp
         named = ", ".join(evidence.scalars[:_MAX_NAMED])
         return [f"The gradients agree; the optimizers' numbers do not: {named}."]
     if cause is ReplicaCause.BUFFER:
-        ruler = "A DistributedDataParallel overwrites them with those of its first rank when its next forward begins."
+        ruler = (
+            "DistributedDataParallel holds buffers equal at the beginning of a forward only, when it broadcasts those of "
+            "its first rank: what the others made of them until the end of the step is lost then."
+        )
         if evidence.has_statistics:
             return [f"These are running statistics that each rank takes of its own batch. {ruler}"]
         return [f"All else agrees: this rank's forward or the program wrote them otherwise than the others. {ruler}"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from bitcheck.answer import Answer
 from bitcheck.diff import diff_runs
 from bitcheck.errors import RecordingError, UsageError
 from bitcheck.events import Phase, StepKind
+from bitcheck.hooks.recorder import _Held
 from bitcheck.hooks.tensors import digest_tensor
 from bitcheck.run import open_run
 
@@ -320,20 +320,18 @@ def test_the_last_step_has_its_end_state_though_the_model_is_gone_before_the_end
     assert recorded == final
 
 
-def test_a_model_that_the_program_drops_is_gone_at_once(tmp_path: Path) -> None:
+def test_what_keeps_the_state_for_its_step_is_gone_with_the_step(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gc.collect()
     gc.disable()
     try:
-        with bitcheck.record(tmp_path / "run") as rec:
+        with bitcheck.record(tmp_path / "run", model, optimizer) as rec:
             for _ in range(2):
-                model = nn.Linear(3, 2)
-                weight = weakref.ref(model.weight)
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
                 model(torch.ones(2, 3)).sum().backward()
                 optimizer.step()
+                assert sum(type(found) is _Held for found in gc.get_objects()) == 1
                 rec.step()
-                optimizer.param_groups.clear()  # an optimizer is a circle by itself
-                del model, optimizer
-                assert weight() is None
+                assert not [found for found in gc.get_objects() if type(found) is _Held]
     finally:
         gc.enable()

@@ -108,7 +108,9 @@ def test_a_flipped_bit_of_the_memory_is_told_to_the_element(check: Check) -> Non
 def test_statistics_of_each_ranks_own_batch_are_named_as_such_and_can_be_excepted(check: Check) -> None:
     answer = check("drifting_statistics")
     assert "running statistics that each rank takes of its own batch" in answer.explanation
-    assert "SyncBatchNorm" in answer.remedy
+    assert "holds buffers equal at the beginning of a forward only" in answer.explanation
+    assert "broadcasts those of its first rank" in answer.explanation
+    assert "SyncBatchNorm" in answer.remedy and "--except '*.running_*'" in answer.remedy
     assert check("drifting_statistics", exceptions=("*.running_*",)).verdict is ReplicaVerdict.AGREE
 
 
