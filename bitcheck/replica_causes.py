@@ -220,8 +220,8 @@ def _why(cause: ReplicaCause, first: Disagreement, evidence: Evidence, odd: Mapp
         return [f"The gradients agree; the optimizers' numbers do not: {named}."]
     if cause is ReplicaCause.BUFFER:
         ruler = (
-            "DistributedDataParallel holds buffers equal at the beginning of a forward only, when it broadcasts those of "
-            "its first rank: what the others made of them until the end of the step is lost then."
+            "DistributedDataParallel holds buffers equal at the beginning of a forward only, when it broadcasts those "
+            "of its first rank: what the others made of them until the end of the step is lost then."
         )
         if evidence.has_statistics:
             return [f"These are running statistics that each rank takes of its own batch. {ruler}"]
