@@ -78,6 +78,25 @@ class _Attention(torch.autograd.Function):
         return *(grad.to(operand.dtype) for grad, operand in zip(grads, (q, k, v), strict=True)), None
 
 
+class Kept:
+    """What one forward leaves for its own recomputation: nothing before the first, and again after the second.
+
+    An object of its own and no list: a recorder would take a list's tensors for the module's arguments.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: tuple[Tensor, ...] | None = None
+
+    def put(self, *tensors: Tensor) -> None:
+        """Leave `tensors` for the second time."""
+        self._tensors = tensors
+
+    def take(self) -> tuple[Tensor, ...] | None:
+        """Return what is there, which is then gone."""
+        tensors, self._tensors = self._tensors, None
+        return tensors
+
+
 class AttentionCore(nn.Module):
     """Causal attention over heads, with no parameters of its own."""
 
@@ -85,12 +104,14 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.is_fixed = is_fixed
 
-    def forward(self, q_BHSC: Tensor, k_BHUC: Tensor, v_BHUV: Tensor) -> Tensor:
+    def forward(self, q_BHSC: Tensor, k_BHUC: Tensor, v_BHUV: Tensor, kept: Kept | None = None) -> Tensor:
         """Return o [B, H, S, V] in the dtype of v; operands are bfloat16 or float32, computed in float32.
 
-        On a GPU they are bfloat16, and sums float32.
+        On a GPU they are bfloat16, and sums float32; inside a checkpointed region `kept` spares the second forward.
         """
-        gpu = gpu_forms(q_BHSC)
-        attention = _Attention.apply if gpu is None else gpu.attention
-        o_BHSV: Tensor = attention(q_BHSC, k_BHUC, v_BHUV, self.is_fixed)
+        o_BHSV: Tensor
+        if (gpu := gpu_forms(q_BHSC)) is not None:
+            o_BHSV = gpu.attention(q_BHSC, k_BHUC, v_BHUV, self.is_fixed, kept)
+        else:
+            o_BHSV = _Attention.apply(q_BHSC, k_BHUC, v_BHUV, self.is_fixed)
         return o_BHSV

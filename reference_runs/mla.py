@@ -6,8 +6,8 @@
     o = W_O attention([q_nope ; R q_rope], [k_nope ; R k_rope], v)
 
 Both RMSNorms and both up-projections are recomputed in backward (section 3.2.3), and with them the
-attention core, whose operands they are: only the latents are kept. W_O reads powers of two as scales,
-as V3's Linear after attention does.
+attention core, whose operands they are: only the latents are kept. On a GPU the core's output is kept as well,
+and it is not run again. W_O reads powers of two as scales, as V3's Linear after attention does.
 
 Legend: B sequences, S positions, D model width, H heads, N and R widths without and with rotation,
 V value width, L latent, Z half of R.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bitcheck.reference_runs.attention import AttentionCore
+from bitcheck.reference_runs.attention import AttentionCore, Kept
 from bitcheck.reference_runs.configs import ModelConfig
 from bitcheck.reference_runs.device import gpu_forms
 from bitcheck.reference_runs.linear import Linear, Precision
@@ -72,6 +72,7 @@ class MLA(nn.Module):
                 kv_BSL,
                 k_rope_BSR,
                 rotation_SZ,
+                Kept(),
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
@@ -80,9 +81,16 @@ class MLA(nn.Module):
         y_BSD: Tensor = self.wo(o_BSC)
         return y_BSD
 
-    def _attend(self, q_latent_BSL: Tensor, kv_BSL: Tensor, k_rope_BSR: Tensor, rotation_SZ: Tensor) -> Tensor:
+    def _attend(
+        self,
+        q_latent_BSL: Tensor,
+        kv_BSL: Tensor,
+        k_rope_BSR: Tensor,
+        rotation_SZ: Tensor,
+        kept: Kept | None = None,
+    ) -> Tensor:
         q_BSC, kv_BSC = self.wq_b(self.q_norm(q_latent_BSL)), self.wkv_b(self.kv_norm(kv_BSL))
-        o_BHSV = self.core(*self._heads(q_BSC, kv_BSC, k_rope_BSR, rotation_SZ))
+        o_BHSV = self.core(*self._heads(q_BSC, kv_BSC, k_rope_BSR, rotation_SZ), kept)
         # Where values were padded to the width of queries, the output is too.
         o_BSHV: Tensor = o_BHSV[..., : self.config.d_value].transpose(1, 2)
         return o_BSHV.flatten(2)

@@ -19,6 +19,7 @@ from bitcheck.reference_runs.configs import get_config
 from bitcheck.reference_runs.embedding import Embedding, Head
 from bitcheck.reference_runs.experts import Down, WeightedDown
 from bitcheck.reference_runs.linear import GroupedLinear, Linear
+from bitcheck.reference_runs.mla import MLA, rotations
 from bitcheck.reference_runs.model import Model
 from bitcheck.reference_runs.moe import Combine, Dispatch, MoE, make_plan
 from bitcheck.reference_runs.norm import RMSNorm
@@ -239,10 +240,46 @@ def test_a_mixture_of_experts_routes_alike_and_has_the_gradients_of_the_portable
     assert int(load.sum()) == 64 * 3
 
 
+def test_mla_recomputes_its_projections_and_not_attention_itself(
+    on_device: OnDevice[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bitcheck.reference_runs.gpu import mixers
+
+    calls: list[str] = []
+    if torch.cuda.is_available():
+        flash = mixers.aten._scaled_dot_product_flash_attention
+        backward = mixers.aten._scaled_dot_product_flash_attention_backward
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            calls.append("forward")
+            return flash(*arguments, **options)
+
+        names = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
+        replacement: Any = SimpleNamespace(**dict(zip(names, (counted, backward), strict=True)))
+    else:
+        replacement = stand_in(calls)
+    monkeypatch.setattr(mixers, "aten", replacement)
+    config = replace(get_config("nano").model, kv_lora=48, d_rope=16, init_std=0.2)
+    rotation = rotations(20, config.d_rope, config.rope_theta)
+
+    class Rotated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mla = MLA(config, "fp8", Switches.from_options())
+
+        def forward(self, x: Tensor) -> Any:
+            return self.mla(x, rotation.to(x.device))
+
+    x, dy = (torch.randn(2, 20, config.d_model).bfloat16() for _ in range(2))
+    assert_agree(on_device, Rotated(), [x], dy, 0.05 if torch.cuda.is_available() else 0.15)
+    assert calls.count("forward") == 1
+
+
 def stand_in(calls: list[str]) -> Any:
     """FlashAttention's two operators with plain arithmetic, as aten declares them; they want one width."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, debug: bool, *, scale: float) -> Any:
+        calls.append("forward")
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] and causal and not dropout and not debug
         out = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, scale=scale)
         empty = torch.empty(0)
@@ -284,7 +321,7 @@ def test_attention_follows_its_own_switch_whatever_the_flag_is(
         finally:
             torch.use_deterministic_algorithms(False)
     if calls:
-        assert calls == ["deterministic" if is_fixed else "fast"] * 2
+        assert calls == ["forward", "deterministic" if is_fixed else "fast"] * 2
 
 
 def test_clipping_and_adamw(on_device: OnDevice[Any]) -> None:
