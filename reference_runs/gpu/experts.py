@@ -3,9 +3,10 @@
 In FP8 these are the trainer's kernels: torch has no grouped product with blockwise scales. In BF16 they are
 `torch.nn.functional.grouped_mm`. Where an expert's rows begin stays on the device (`kernels.schedule`).
 
-The switch `moe.dprob` is the epilogue of the grouped dgrad. In BF16 there is no such epilogue: torch sums a
-row's products in one program, in any form. `moe.wgrad` in FP8: `workspace` is one program a tile of the
-gradient, with nothing to add up; `atomic` three that race. In BF16 grouped_mm has one program a tile.
+The switch `moe.dprob` is the epilogue of the grouped dgrad. In BF16 there is no such epilogue: the SwiGLU's
+backward sums a row's products, in slots whatever the switch says. `moe.wgrad` in FP8: `workspace` is one program
+a tile of the gradient, with nothing to add up; `atomic` three that race. In BF16 grouped_mm has one program a
+tile.
 
 Legend: R rows sorted by expert, D model width, F expert width, E experts, N features out, K features in.
 """
@@ -33,6 +34,7 @@ from bitcheck.reference_runs.kernels.swiglu import (
     cached_swiglu_forward,
     swiglu_backward,
     swiglu_forward,
+    swiglu_prob_backward,
 )
 from bitcheck.reference_runs.linear import GemmOptions, Weight
 
@@ -162,8 +164,7 @@ class _WeightedDown(torch.autograd.Function):
         if ctx.weights is None:
             gate_RF, up_RF = first.chunk(2, -1)
             da_RF = _bf16(dy_RD, second, schedule)
-            dh_R2F = swiglu_backward(da_RF, gate_RF, up_RF, prob_R)
-            dprob_R = torch.bmm(da_RF[:, None], swiglu_forward(gate_RF, up_RF)[..., None]).flatten().float()
+            dh_R2F, dprob_R = swiglu_prob_backward(da_RF, gate_RF, up_RF, prob_R)
             dw = _wgrad_bf16(dy_RD, swiglu_forward(gate_RF, up_RF, prob_R), schedule)
         else:
             h = Quantised(first, second, 1)

@@ -3,8 +3,9 @@
     silu(g) = g * sigmoid(g)        dsilu(g) = sigmoid(g) * (1 + g * (1 - sigmoid(g)))
     dgate = dy * prob * up * dsilu(gate)        dup = dy * prob * silu(gate)
 
-Elementwise: every output element has one writer and no sum is formed. (The gradient of prob is a sum
-over columns; for experts it is taken in the epilogue of `grouped_gemm`.) Arithmetic is float32.
+Elementwise: every output element has one writer. The gradient of prob is a sum over columns; for experts in
+FP8 it is taken in the epilogue of `grouped_gemm`. Here (`swiglu_prob_backward`) each program sums BLOCK columns
+of a row into a slot of its own, and slots are added in index order (`slots.sum_slots`). Arithmetic is float32.
 
 What is cached for the backward is [gate | up] in FP8, by 1x128: the `cached_` functions read it so.
 """
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 
 from bitcheck.reference_runs.kernels.quantise import Quantised
+from bitcheck.reference_runs.kernels.slots import sum_slots
 
 BLOCK = 1024
 # Rows are the first axis of the grids below: the others end at 65535.
@@ -53,8 +55,8 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, scale_ptr, prob_ptr, dhidden_ptr, num_cols, stride_dr, stride_gr, stride_ur, stride_sb,
-    SCALED: tl.constexpr, HAS_PROB: tl.constexpr, BLOCK: tl.constexpr,
+    dy_ptr, gate_ptr, up_ptr, scale_ptr, prob_ptr, dhidden_ptr, slots_ptr, num_cols, stride_dr, stride_gr, stride_ur,
+    stride_sb, SCALED: tl.constexpr, HAS_PROB: tl.constexpr, WITH_DPROB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -63,9 +65,12 @@ def _backward_kernel(
     gate, up = _load_inputs(
         gate_ptr, up_ptr, scale_ptr, row, cols, mask, num_cols, stride_gr, stride_ur, stride_sb, SCALED
     )
+    sigmoid = tl.sigmoid(gate)
+    if WITH_DPROB:
+        part = tl.sum(dy * (gate * sigmoid * up), axis=0)
+        tl.store(slots_ptr + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + row, part)
     if HAS_PROB:
         dy *= tl.load(prob_ptr + row)
-    sigmoid = tl.sigmoid(gate)
     dgate = dy * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
     out_ptrs = dhidden_ptr + row * (2 * num_cols) + cols
     tl.store(out_ptrs, dgate.to(dhidden_ptr.dtype.element_ty), mask=mask)
@@ -94,7 +99,19 @@ def swiglu_backward(
     """Return dhidden [R, 2 F], dgate then dup, from the gradient `dy` [R, F] of `swiglu_forward`."""
     _check(gate, up, prob)
     _check(dy, gate, None)
-    return _backward(dy, gate, up, None, prob, out_dtype or gate.dtype)
+    return _backward(dy, gate, up, None, prob, out_dtype or gate.dtype, None)
+
+
+def swiglu_prob_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, prob: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (dhidden [R, 2 F] in the inputs' dtype, dprob float32 [R]) from the gradient `dy` [R, F]."""
+    _check(gate, up, prob)
+    _check(dy, gate, None)
+    num_rows, num_cols = gate.shape
+    slots = torch.empty(triton.cdiv(num_cols, BLOCK), num_rows, dtype=torch.float32, device=gate.device)
+    dhidden = _backward(dy, gate, up, None, prob, gate.dtype, slots)
+    return dhidden, sum_slots(slots)
 
 
 def cached_swiglu_forward(
@@ -117,7 +134,7 @@ def cached_swiglu_backward(
     gate, up = _halves(hidden)
     _check(gate, up, prob)
     _check(dy, gate, None)
-    return _backward(dy, gate, up, hidden.scales, prob, out_dtype)
+    return _backward(dy, gate, up, hidden.scales, prob, out_dtype, None)
 
 
 def _forward(
@@ -141,14 +158,15 @@ def _backward(
     scales: torch.Tensor | None,
     prob: torch.Tensor | None,
     dtype: torch.dtype,
+    slots: torch.Tensor | None,
 ) -> torch.Tensor:
     num_rows, num_cols = gate.shape
     dhidden = torch.empty(num_rows, 2 * num_cols, dtype=dtype, device=gate.device)
     if dhidden.numel():
         _backward_kernel[(num_rows, triton.cdiv(num_cols, BLOCK))](
-            dy, gate, up, scales, prob, dhidden, num_cols, dy.stride(0), gate.stride(0), up.stride(0),
-            0 if scales is None else scales.stride(1),
-            SCALED=scales is not None, HAS_PROB=prob is not None, BLOCK=BLOCK, num_warps=4,
+            dy, gate, up, scales, prob, dhidden, slots, num_cols, dy.stride(0), gate.stride(0), up.stride(0),
+            0 if scales is None else scales.stride(1), SCALED=scales is not None, HAS_PROB=prob is not None,
+            WITH_DPROB=slots is not None, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return dhidden
 

@@ -7,7 +7,7 @@ import torch
 
 from bitcheck.reference_runs.kernels.quantise import Quantised, reference_columns, reference_rows
 from bitcheck.reference_runs.kernels.schedule import GroupSchedule, reference_schedule
-from bitcheck.reference_runs.kernels.swiglu import reference_swiglu
+from bitcheck.reference_runs.kernels.swiglu import reference_swiglu, swiglu_prob_backward
 from bitcheck.reference_runs.kernels.swiglu_quantise import swiglu_columns, swiglu_quantise
 
 WIDTH, ROWS = 256, 150
@@ -51,6 +51,18 @@ def test_one_pass_backward_gives_what_two_give_for_ragged_and_empty_experts_too(
     groups = schedule(device) if is_grouped else None
     a = reference_swiglu(*h.dequantise().chunk(2, -1), prob)
     assert_same(swiglu_columns(h, prob, groups), reference_columns(a, groups))
+
+
+@pytest.mark.parametrize("width", [96, 1408])
+def test_the_gradient_of_a_probability_is_summed_over_all_columns(device: str, width: int) -> None:
+    hidden, prob = torch.randn(9, 2 * width).to(device), torch.rand(9).to(device)
+    dy = torch.randn(9, width).to(device)
+    leaves = [hidden.double().requires_grad_(), prob.double().requires_grad_()]
+    reference_swiglu(*leaves[0].chunk(2, -1), leaves[1]).backward(dy.double())
+    dhidden, dprob = swiglu_prob_backward(dy, *hidden.chunk(2, -1), prob)
+    assert leaves[0].grad is not None and leaves[1].grad is not None
+    torch.testing.assert_close(dhidden.double(), leaves[0].grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dprob.double(), leaves[1].grad, rtol=1e-4, atol=1e-4)
 
 
 def test_other_widths_are_refused(device: str) -> None:
