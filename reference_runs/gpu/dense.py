@@ -42,6 +42,17 @@ def _has_blockwise_product(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
+@cache
+def _gives_float32(device: torch.device) -> bool:
+    """Ask cuBLAS, once a process, whether its product of 1x128 by 1x128 comes in float32 too."""
+    ones = quantise_rows(torch.ones(128, 128, dtype=torch.bfloat16, device=device))
+    try:
+        gemm_cublas(ones, ones, out_dtype=torch.float32)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
 def product(lhs: Quantised, rhs: Quantised, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Return lhs [M, K] times rhs [N, K] transposed, [M, N]; K and N are multiples of 16."""
     multiply = gemm_cublas if _has_blockwise_product(lhs.values.device) else gemm
@@ -86,7 +97,9 @@ def _only(w: Quantised) -> Quantised:
 
 def wgrad(dy: Quantised, x: Quantised) -> Tensor:
     """Return dy^T x, float32 [N, K], from `dy` [N, T'] and `x` [K, T'], both quantised in columns."""
-    return gemm(dy, x, out_dtype=torch.float32)
+    device = dy.values.device
+    multiply = gemm_cublas if _has_blockwise_product(device) and _gives_float32(device) else gemm
+    return multiply(dy, x, out_dtype=torch.float32)
 
 
 class _Linear(torch.autograd.Function):

@@ -400,3 +400,21 @@ def test_a_whole_model_has_the_loss_and_the_gradients_of_the_portable_one(
 @pytest.mark.parametrize("function", [devices.gpu_forms, devices.gpu_products])
 def test_cpu_tensors_take_the_portable_forms(function: Callable[[Tensor], Any]) -> None:
     assert function(torch.ones(16, 16)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(576, 2048, 4096), (160, 256, 500), (5632, 2048, 1000)])
+def test_a_weight_gradient_by_cublas_is_that_of_the_kernel(shape: tuple[int, int, int]) -> None:
+    from bitcheck.reference_runs.gpu import dense
+    from bitcheck.reference_runs.kernels.gemm import gemm
+    from bitcheck.reference_runs.kernels.quantise import quantise_columns
+
+    num_outs, num_ins, rows = shape
+    dy, x = (
+        quantise_columns(torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)) for width in (num_outs, num_ins)
+    )
+    ours, theirs = dense.wgrad(dy, x), gemm(dy, x, out_dtype=torch.float32)
+    print(f"float32 from cuBLAS: {dense._gives_float32(dy.values.device)}")
+    assert ours.dtype == torch.float32
+    assert (ours - theirs).norm() < 1e-4 * theirs.norm()
+    assert torch.equal(dense.wgrad(dy, x), ours)
