@@ -20,7 +20,7 @@ import numpy as np
 from bitcheck.align import FINISHED, Alignment, align_runs
 from bitcheck.answer import Aligned, Answer, Cause, Compared, EnvironmentDifference, RunFacts, Verdict
 from bitcheck.events import StepKind
-from bitcheck.explain import explain, recommend
+from bitcheck.explain import explain, recommend, word_endings
 from bitcheck.findings import Findings
 from bitcheck.naming import Naming
 from bitcheck.origins import OriginSearch
@@ -178,11 +178,16 @@ class _Comparison:
                 f"The runs have {ours.world_size} and {theirs.world_size} ranks; "
                 f"the {len(self.tables.ranks)} in common were compared."
             )
-        notes.extend(
-            f"The {name} did not finish ({status}); its finished steps were compared."
-            for name, status in zip(("baseline", "candidate"), findings.statuses, strict=True)
-            if status != FINISHED and name not in findings.ended_early
-        )
+        for name, status in zip(("baseline", "candidate"), findings.statuses, strict=True):
+            if name in findings.ended_early:
+                continue  # that is the verdict
+            if status != FINISHED:
+                notes.append(f"The {name} did not finish ({status}); its finished steps were compared.")
+            if findings.ranks > 1 and name in findings.endings:
+                notes.append(
+                    f"Of the {name}'s ranks some have fewer steps than in the other run, the earliest first: "
+                    f"{word_endings(findings.endings[name])}."
+                )
         if findings.cause is None:
             for generator, (step, ranks) in search.generators_in_use().items():
                 where = f" on rank {ranks[0]}" if findings.ranks > 1 else ""

@@ -10,7 +10,7 @@ Place in the flow: diff -> *explain* -> answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bitcheck.answer import Cause, EnvironmentDifference, Origin
 from bitcheck.events import Phase
@@ -79,6 +79,15 @@ _ENDINGS = {
 """What became of a run, or of one of its ranks, by its status."""
 
 
+def word_endings(endings: Mapping[tuple[str, int], Sequence[int]]) -> str:
+    """Say what became of ranks, given as (status, last step) -> ranks: `rank 1 was killed after step 3; ...`."""
+    each = [
+        f"{format_ranks(members)} {_ENDINGS.get(own, 'ended')} {f'after step {last}' if last >= 0 else 'first'}"
+        for (own, last), members in sorted(endings.items(), key=lambda entry: entry[0][1])
+    ]
+    return "; ".join(each[:MAX_NAMED])
+
+
 def _ended_early(findings: Findings) -> str:
     parts = []
     for name, ranks in findings.ended_early.items():
@@ -87,12 +96,8 @@ def _ended_early(findings: Findings) -> str:
         where = f" on {format_ranks(ranks)}" if findings.ranks > 1 else ""
         parts.append(f"The {name} {how} and has fewer steps than the other run{where}.")
         endings = findings.endings.get(name, {})
-        if len(endings) > 1 or any(own != status for own, _ in endings):
-            each = [
-                f"{format_ranks(members)} {_ENDINGS.get(own, 'ended')} {f'after step {last}' if last >= 0 else 'first'}"
-                for (own, last), members in sorted(endings.items(), key=lambda entry: entry[0][1])
-            ]
-            parts.append(f"Of its ranks, the earliest first: {'; '.join(each[:MAX_NAMED])}.")
+        if len(endings) > 1 or any(own != status or own == "complete" for own, _ in endings):
+            parts.append(f"Of its ranks, the earliest first: {word_endings(endings)}.")
     if findings.steps:
         span = counted(findings.steps, "step")
         equal = f"The {span} that both finished agree bit for bit, up to step {findings.last_step}."

@@ -43,6 +43,11 @@ class Evidence(NamedTuple):
     has_before: bool = True
     """Whether the state before the step was recorded, so that it is known to have agreed."""
 
+    @property
+    def is_reduced(self) -> bool:
+        """Whether gradients were reduced and changed afterwards: some agree, and none that differs is a local one."""
+        return self.num_unreduced == 0 and self.num_differing_grads < self.num_grads
+
     @classmethod
     def of(cls, differing: Mapping[str, Phase], steps: Sequence[LoadedStep], naming: Naming) -> Evidence:
         """Return what steps of differing ranks, the most frequent kind first, say of the sites that differ."""
@@ -209,7 +214,7 @@ def _why(cause: ReplicaCause, first: Disagreement, evidence: Evidence, odd: Mapp
                 f"What the optimizers found differs in {share}, and is on each rank its own local gradient: they were "
                 "not reduced."
             ]
-        if first.has_majority:
+        if first.has_majority or evidence.is_reduced:
             return [
                 f"{share.capitalize()} that the optimizer finds differ after the reduction, which gives all the same."
             ]
@@ -245,9 +250,10 @@ def _recommend(cause: ReplicaCause, first: Disagreement, evidence: Evidence) -> 
     if cause is ReplicaCause.RESTORE:
         return "Let every rank load the same checkpoint, or broadcast what one rank loaded before the first step."
     if cause is ReplicaCause.COLLECTIVE:
-        if first.has_majority and evidence.num_unreduced < evidence.num_differing_grads:
+        if evidence.num_unreduced < evidence.num_differing_grads and (first.has_majority or evidence.is_reduced):
+            who = format_ranks(first.ranks) if first.has_majority else "one of the ranks"
             return (
-                f"Look at what {format_ranks(first.ranks)} alone does to gradients between backward and the optimizer "
+                f"Look at what {who} alone does to gradients between backward and the optimizer "
                 "(clipping by a local norm, a hook, a skipped scaler step); if nothing, test that rank's device and "
                 "memory, and its links."
             )

@@ -70,7 +70,7 @@ class Totals:
     last_step: int | None = None
     num_pairs: int = 0
     ended_early: dict[str, list[int]] = field(default_factory=dict)
-    """`baseline` or `candidate` -> ranks that it has fewer steps of, unfinished."""
+    """`baseline` or `candidate` -> ranks that it has fewer steps of: unfinished, or left while others of it went on."""
     endings: dict[str, dict[tuple[str, int], list[int]]] = field(default_factory=dict)
     """Of those: `baseline` or `candidate` -> (a rank's own status, its last whole step) -> ranks."""
     recompute: list[int] = field(default_factory=list)
@@ -89,6 +89,8 @@ class Tables:
         self.ranks = [rank for rank in baseline.ranks if rank in present]
         """Ranks that both runs have."""
         self.totals = Totals()
+        self._shorter: dict[str, dict[int, list[int]]] = {}
+        """`baseline` or `candidate` -> last step -> ranks that finished and have fewer steps than in the other run."""
         self.differing: dict[int, DifferingRank] = {}
         self.levels_differ = baseline.level != candidate.level
         self.phases: frozenset[Phase] = (
@@ -117,6 +119,7 @@ class Tables:
                 self._scan_rank(rank)
             if progress is not None:
                 progress(done + 1, len(self.ranks))
+        self._find_those_who_left()
 
     @cached_property
     def tails(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -190,10 +193,26 @@ class Tables:
             ("baseline", ours, last[0], last[1]),
             ("candidate", theirs, last[1], last[0]),
         ):
-            if mine < other and reader.status != FINISHED:
-                self.totals.ended_early.setdefault(name, []).append(rank)
-                endings = self.totals.endings.setdefault(name, {})
-                endings.setdefault((reader.status, mine), []).append(rank)
+            if mine < other:
+                if reader.status == FINISHED:
+                    self._shorter.setdefault(name, {}).setdefault(mine, []).append(rank)
+                else:
+                    self._end_early(name, reader.status, mine, [rank])
+
+    def _find_those_who_left(self) -> None:
+        """Tell a run that was asked for fewer steps from ranks that went while others of their run did not."""
+        for name, shorter in self._shorter.items():
+            found = self.totals.endings.get(name, {})
+            lasts = {*shorter, *(last for _, last in found)}
+            num_ranks = sum(map(len, (*shorter.values(), *found.values())))
+            if len(lasts) > 1 or num_ranks < len(self.ranks):
+                for last, ranks in shorter.items():
+                    self._end_early(name, FINISHED, last, ranks)
+
+    def _end_early(self, name: str, status: str, last: int, ranks: list[int]) -> None:
+        totals = self.totals
+        totals.ended_early[name] = sorted((*totals.ended_early.get(name, ()), *ranks))
+        totals.endings.setdefault(name, {}).setdefault((status, last), []).extend(ranks)
 
     def _compare_roots(self, rows: RowPairs, ours: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> DifferingRank | None:
         """Return where the rows' roots differ, None where nowhere."""

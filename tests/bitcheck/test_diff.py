@@ -482,6 +482,26 @@ def test_a_rank_that_ended_early_is_named() -> None:
     assert "rank 1" in answer.explanation
 
 
+def test_a_rank_that_left_while_the_others_went_on_ended_early_though_it_says_that_all_is_well() -> None:
+    whole, cut = make_run(num_ranks=3, num_steps=6), make_run(num_ranks=3, num_steps=6)
+    left = replace(cut, steps={0: cut.steps[0], 1: cut.steps[1][:4], 2: cut.steps[2]})
+    answer = diff_runs(whole, left)
+    assert (answer.verdict, answer.cause, answer.first) == ("diverged", "ended-early", None)
+    assert "fewer steps than the other run on rank 1. Of its ranks, the earliest first: rank 1 ended after step 2." in (
+        answer.explanation
+    )
+    asked_for_less = replace(cut, steps={rank: steps[:4] for rank, steps in cut.steps.items()})
+    assert diff_runs(whole, asked_for_less).verdict == "identical"
+
+
+def test_a_rank_that_left_is_told_beside_what_became_of_the_others() -> None:
+    fault = make_run(num_ranks=2, num_steps=6, faults=[(0, 5, "forward/blocks.1:out")])
+    left = replace(fault, steps={0: fault.steps[0], 1: fault.steps[1][:4]})
+    answer = diff_runs(make_run(num_ranks=2, num_steps=6), left)
+    assert first_of(answer)[1:3] == (5, 0)
+    assert [note for note in answer.notes if "rank 1 ended after step 2" in note]
+
+
 # ---------------------------------------------------------------- what else is said
 
 

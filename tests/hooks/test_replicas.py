@@ -39,7 +39,7 @@ LAUNCHES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "module": (4, "module", (*FAULTS, *SOUND, "averaged_by_hand")),
     "state": (4, "state", ("clean", "flipped_parameter", "bypassed")),
     "op": (4, "op", ("clean", "flipped_moment")),
-    "two": (2, "module", ("clean", "flipped_moment", "bypassed")),
+    "two": (2, "module", ("clean", "flipped_moment", "bypassed", "flipped_gradient")),
 }
 Check = Callable[..., ReplicaAnswer]
 
@@ -96,6 +96,13 @@ def test_gradients_that_nobody_reduced_are_known_as_each_ranks_own(check: Check,
     assert "differs in all gradients, and is on each rank its own local gradient" in answer.explanation
     assert "model.module(x)" in answer.remedy
     assert "no_sync()" in answer.remedy
+
+
+def test_one_gradient_changed_on_one_of_two_ranks_is_not_taken_for_one_that_nobody_reduced(check: Check) -> None:
+    answer = check("flipped_gradient", "two")
+    assert answer.first is not None and not answer.first.has_majority
+    assert "1 of 4 gradients that the optimizer finds differ after the reduction" in answer.explanation
+    assert "Look at what one of the ranks alone does to gradients" in answer.remedy
 
 
 def test_a_flipped_bit_of_the_memory_is_told_to_the_element(check: Check) -> None:
