@@ -137,7 +137,8 @@ def open_run(path: Path, *, allow_missing_ranks: bool = False) -> Run:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise BrokenRun(
             f"{run.path}: {names}{more} missing; the run has {counted(run.world_size, 'rank')}.\n"
-            "Copy the files of all its ranks into one folder, or record the run again."
+            "Copy the files of all its ranks into one folder (`bitcheck merge` gathers several hosts'), or record "
+            "the run again."
         )
     return run
 

@@ -67,6 +67,8 @@ class RunSummary:
     status: str
     rank_statuses: Mapping[str, int]
     """Status -> number of ranks."""
+    missing_ranks: tuple[int, ...]
+    """Ranks of which the folder has no file."""
     rank: int
     num_steps: int
     first_step: int | None
@@ -102,6 +104,7 @@ class RunSummary:
             "bitcheck_version": info.get("bitcheck_version"),
             "digest_version": info.get("digest_version"),
             "rank_statuses": dict(self.rank_statuses),
+            "missing_ranks": list(self.missing_ranks),
             "rank": self.rank,
             "steps": {
                 "count": self.num_steps,
@@ -169,6 +172,7 @@ def summarize_run(run: RunView, rank: int | None = None) -> RunSummary:
         info=run.info,
         status=str(run.status),
         rank_statuses=_rank_statuses(run),
+        missing_ranks=tuple(sorted({*range(run.world_size)} - {*run.ranks})),
         rank=chosen,
         num_steps=len(steps),
         first_step=int(steps.min()) if len(steps) else None,

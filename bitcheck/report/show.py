@@ -14,6 +14,7 @@ from __future__ import annotations
 import shlex
 from typing import TextIO
 
+from bitcheck.explain import format_ranks
 from bitcheck.report.text import Section, format_bytes, print_report
 from bitcheck.summary import RecordedEvent, RunSummary, StepSummary
 from bitcheck.wording import counted
@@ -43,6 +44,9 @@ def run_sections(summary: RunSummary) -> list[Section]:
         parts.append(("exit status", [str(info["exit_status"])]))
     if len(summary.rank_statuses) > 1:
         parts.append(("ranks", [f"{count:,} {status}" for status, count in summary.rank_statuses.items()]))
+    if summary.missing_ranks:
+        lacks = f"the folder has no file of {format_ranks(summary.missing_ranks)}"
+        parts.append(("missing", [f"{lacks}; `bitcheck merge` gathers the folders of several hosts"]))
     parts.append(("recorded", [f"{summary.events:,} events ({format_bytes(summary.bytes)}) on rank {summary.rank}"]))
     if summary.shown_step is not None:
         lines = [f"{row.phase:<10}{row.events:>7,}   {format_bytes(row.bytes)}" for row in summary.phases]

@@ -82,6 +82,14 @@ def test_text_in_a_pipe_is_plain_and_names_the_run_first(tmp_path: Path) -> None
     assert "\x1b" not in done.stdout
 
 
+def test_ranks_whose_files_are_not_there_are_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", make_run(num_ranks=4))
+    for rank in (1, 3):
+        (folder / f"rank-0000{rank}.h5").unlink()
+    assert shown(folder)["missing_ranks"] == [1, 3]
+    assert "no file of ranks 1 and 3; `bitcheck merge` gathers" in run_show(folder).stdout
+
+
 def test_a_step_or_a_rank_that_is_not_there_is_trouble(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
     for arguments, words in (
