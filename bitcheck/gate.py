@@ -221,12 +221,12 @@ class _Gate:
             until=self.wanted[-1],
         )
         self.replicas.append(ReplicaCheck(name, answer))
+        remedy = answer.remedy.replace("--group", "--replica-group").replace("--except", "--replica-except")
         if answer.verdict is ReplicaVerdict.DIFFER:
             assert answer.first is not None
             self.tell(f"the ranks of {name} hold different copies in step {answer.first.step}")
-            raise _Ended(GateVerdict.FAIL, answer.explanation, answer.remedy)
+            raise _Ended(GateVerdict.FAIL, answer.explanation, remedy)
         if answer.verdict is ReplicaVerdict.UNDECLARED:
-            remedy = answer.remedy.replace("--group", "--replica-group")
             raise _Ended(GateVerdict.INSUFFICIENT, f"{name}: {answer.explanation}", remedy)
         self.tell(f"the ranks of {name} hold equal copies of {answer.tensors:,} tensors")
 

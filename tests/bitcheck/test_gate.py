@@ -506,6 +506,15 @@ def test_runs_that_are_identical_with_an_odd_rank_in_each_fail(tmp_path: Path) -
     assert answer["replicas"][0]["answer"]["first"]["ranks"] == [2]
 
 
+def test_what_is_advised_names_the_gates_own_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def advise(run: Any, **options: Any) -> ReplicaAnswer:
+        return replace(check_replicas(run, **options), remedy="leave them out here: --except '*.running_*'")
+
+    monkeypatch.setattr("bitcheck.gate.check_replicas", advise)
+    result = gate(tmp_path, replace(COPIES, odd=(2, 3)), with_replicas=True)
+    assert result.remedy == "leave them out here: --replica-except '*.running_*'"
+
+
 def test_an_odd_rank_of_a_resumed_run_fails_though_the_fresh_ones_are_sound(tmp_path: Path) -> None:
     resumed = replace(COPIES, first_step=3, num_steps=3)
     asked = {"resume_command": "python train.py --resume", "resume_step": 3, "with_replicas": True, "runs": 2}
