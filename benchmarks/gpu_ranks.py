@@ -308,17 +308,21 @@ def _perturbed_is_found(folder: Path, world_size: int) -> tuple[bool, str]:
     return is_right, f"{answer.verdict}: {answer.explanation}"
 
 
-def run(options: argparse.Namespace) -> int:
-    """Do everything; return the exit status."""
+def connect(device: str) -> tuple[str, str]:
+    """Join the process group that torchrun made; return what the ranks run on, and over what they talk."""
     local_rank = int(os.environ["LOCAL_RANK"])
-    if options.device == "cpu":
+    if device == "cpu":
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-        name, backend = "a CPU", "gloo"
-    else:
-        torch.cuda.set_device(local_rank)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
-        name, backend = torch.cuda.get_device_name(), f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+        return "a CPU", "gloo"
+    torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+    return torch.cuda.get_device_name(), f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do everything; return the exit status."""
+    name, backend = connect(options.device)
     shared: list[Any] = [tempfile.mkdtemp(prefix="gpu-ranks-") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(shared)
     bench = Bench(options, Path(shared[0]))
