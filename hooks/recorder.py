@@ -29,7 +29,7 @@ from bitcheck.errors import BitcheckError, RecordingError, UsageError
 from bitcheck.events import Group, Level, Phase, Site, StepKind
 from bitcheck.hooks.callers import stage_in_call, stages_in_call
 from bitcheck.hooks.collectives import CollectiveHooks
-from bitcheck.hooks.dynamo import on_error, paused
+from bitcheck.hooks.dynamo import is_quiet, on_error, paused
 from bitcheck.hooks.gradients import GradientHooks
 from bitcheck.hooks.modules import ModuleHooks, in_backward, named_tensors
 from bitcheck.hooks.naming import ModuleName, Registry, walk
@@ -151,7 +151,8 @@ class Recorder:
         self._is_stopped = True
         try:
             if self._writer is not None and self._trouble is None and self.is_active:
-                self._finish()
+                with self._lock:
+                    self._finish()
         finally:
             self.detach()
             if self._writer is not None:
@@ -538,10 +539,21 @@ class _Held:
         recorder = self._recorder()
         if recorder is None or recorder._held is not self or not recorder.is_active:
             return
+        self.is_last_chance = True
+        writer = recorder._writer
+        if writer is not None and (is_quiet() or writer.is_current()):
+            # The cyclic collector came by in the middle of the recorder's own work: it may not begin on more.
+            writer.take(self._take_last)
+        else:
+            self._take_last()
+
+    def _take_last(self) -> None:
+        recorder = self._recorder()
+        if recorder is None or recorder._held is not self:
+            return
         if not recorder._lock.acquire(blocking=False):
             return  # another thread is at the end of this very step
         try:
-            self.is_last_chance = True
             if recorder._stepped:
                 recorder._open_next()
             recorder._close_step()

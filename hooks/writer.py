@@ -50,15 +50,19 @@ class StepWriter:
         """Hand a step over; waits while the queue is full."""
         if self.error is not None:
             return
-        if threading.current_thread() is self._thread:  # a model that is collected while a step is being written
+        if self.is_current():  # a model that is collected while a step is being written
             self._late.append(builder)
         else:
             self._room.acquire()
             self._queue.put(builder)
 
-    def take(self, land: Callable[[], None]) -> None:
-        """Call `land`, which takes digests that a device has sent, in this thread, before the steps that come after."""
-        self._queue.put(land)
+    def take(self, work: Callable[[], None]) -> None:
+        """Do `work` in this thread, before the steps that come after: taking digests that a device has sent, say."""
+        self._queue.put(work)
+
+    def is_current(self) -> bool:
+        """Say whether the thread that asks is this one."""
+        return threading.current_thread() is self._thread
 
     def drain(self) -> None:
         """Wait until every step that was handed over is on the disk, or was given up."""
@@ -79,19 +83,28 @@ class StepWriter:
             if isinstance(work, StepBuilder):
                 self._write(work)
                 self._room.release()
-            elif self.error is None:
+            else:
                 with suppress(DigestError):  # the step whose digests they are will tell
-                    work()
+                    self._do(work)
             while self._late:
                 self._write(self._late.pop(0))
             self._queue.task_done()
         self._queue.task_done()
 
     def _write(self, builder: StepBuilder) -> None:
+        try:
+            self._do(lambda: self._store.append(builder.finish()))
+        except DigestError as error:
+            self._fail(error)
+
+    def _do(self, work: Callable[[], None]) -> None:
+        """Do `work`, unless something went wrong before. Raises DigestError; any other error ends the recording."""
         if self.error is not None:
             return
         try:
-            self._store.append(builder.finish())
+            work()
+        except DigestError:
+            raise
         except BitcheckError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001  whatever it is, the training must go on and the user must know

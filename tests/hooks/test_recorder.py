@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from bitcheck.answer import Answer
 from bitcheck.diff import diff_runs
 from bitcheck.errors import RecordingError, UsageError
 from bitcheck.events import Phase, StepKind
-from bitcheck.hooks.recorder import _Held
+from bitcheck.hooks.dynamo import paused
+from bitcheck.hooks.recorder import Recorder, _Held
 from bitcheck.hooks.tensors import digest_tensor
+from bitcheck.memory import MemoryStore
 from bitcheck.run import open_run
 
 STEPS, FAULT_STEP = 5, 2
@@ -318,6 +321,41 @@ def test_the_last_step_has_its_end_state_though_the_model_is_gone_before_the_end
         site.path: last.digests[index].tobytes() for index, site in enumerate(last.sites) if site.phase is Phase.PARAM
     }
     assert recorded == final
+
+
+def test_a_model_that_is_collected_in_the_middle_of_the_recorders_own_work_has_its_end_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model: Any = nn.Linear(3, 2)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    memory = MemoryStore()
+    recorder = Recorder(lambda: memory)
+    recorder.optimizers.add(optimizer)
+    threads = []
+    take_state = Recorder._take_state
+
+    def watched(self: Recorder, *args: Any) -> None:
+        threads.append(threading.current_thread().name)
+        take_state(self, *args)
+
+    recorder.start()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    monkeypatch.setattr(Recorder, "_take_state", watched)
+    final = digest_tensor(model.weight.detach())[0]
+
+    @paused
+    def at_work() -> None:
+        nonlocal model, optimizer
+        model = optimizer = None
+
+    at_work()
+    recorder.drain()
+    assert threads == ["bitcheck-writer"]  # by somebody who was at nothing else
+    recorder.stop()
+    (step,) = [record for record in memory.records if record.kind is StepKind.STEP]
+    weights = [event.digest for event in step.events if event.site.phase is Phase.PARAM and event.site.path == "weight"]
+    assert weights == [final]
 
 
 def test_what_keeps_the_state_for_its_step_is_gone_with_the_step(tmp_path: Path) -> None:
