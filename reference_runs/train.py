@@ -146,7 +146,6 @@ class Trainer:
         losses = self._run_micro_batches()
         mean_loss, experts_per_node = self._sum_over_ranks(losses)
         total = unscale_and_clip(self.model.parameters(), optimizer.clip_norm, optimizer.loss_scale, self._total_norm)
-        self.ema.release()
         self.optimizer.step()
         self.model.finish_step()
         self.ema.start_update(masters(self.model, self.optimizer))

@@ -4,10 +4,9 @@ V2-Lite (arXiv 2405.04434, appendix B): 27 layers, d 2048, 16 heads of 128 + 64,
 q_lora, 64 experts of width 1408, 6 of them chosen, 2 shared, first layer dense with 10944. Here the
 query goes through a latent of 1536 as in V3, and experts are in 8 groups with limit 4.
 
-A layer of experts has 586 million parameters, each with 16 bytes of state on the GPU (master, gradient, moments,
-BF16, FP8 and its transpose) and 8 in CPU memory (the average, and its staging): three of them, one in MTP, make
-some 30 GB and let a copy to the CPU keep up with a step. 32,768 tokens a micro-batch are enough for 3,072 rows an
-expert, where a grouped product is near its full speed and launching kernels costs nothing.
+A layer of experts has 586 million parameters, each with 20 bytes of state on the GPU (master, gradient, average,
+moments, BF16, FP8 and its transpose): three of them, one in MTP, make some 37 GB. 32,768 tokens a micro-batch are
+enough for 3,072 rows an expert, where a grouped product is near its full speed and launching kernels costs nothing.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from bitcheck.reference_runs import device as devices
 from bitcheck.reference_runs.attention import AttentionCore
-from bitcheck.reference_runs.configs import get_config
+from bitcheck.reference_runs.configs import Config, get_config
+from bitcheck.reference_runs.ema import EMA
 from bitcheck.reference_runs.embedding import Embedding, Head
 from bitcheck.reference_runs.experts import Down, WeightedDown
 from bitcheck.reference_runs.linear import GroupedLinear, Linear
@@ -27,6 +28,7 @@ from bitcheck.reference_runs.optimizer import make_optimizer, unscale_and_clip
 from bitcheck.reference_runs.scan import Scan
 from bitcheck.reference_runs.ssm import CausalConv, gate
 from bitcheck.reference_runs.switches import Switches
+from bitcheck.reference_runs.train import deterministic_algorithms
 from tests.reference_runs.gpu.conftest import OnDevice
 
 BF16_STEP = 2.0**-8
@@ -364,6 +366,34 @@ def test_weights_are_quantised_alike_and_transposed_beside(on_device: OnDevice[A
         assert copied.scale_t.stride(-2) % 4 == 0
 
 
+def whole_model(config: Config) -> tuple[Model, tuple[Tensor, Tensor]]:
+    """A small model of widths for which nothing falls back, and a batch; no dropout, whose generators differ."""
+    shape = replace(config.model, kv_lora=48, d_rope=16, expert_width=128, dropout=0.0, init_std=0.05)
+    tokens = torch.randint(0, 256, (2, 34))
+    batch = tokens[:, :-2], torch.stack((tokens[:, 1:-1], tokens[:, 2:]), -1)
+    return Model(shape, 32, "fp8", Switches.from_options()), batch
+
+
+@pytest.mark.parametrize("name", ["nano", "nano-hybrid"])
+def test_what_uninitialised_memory_holds_changes_no_bit(
+    on_device: OnDevice[Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    from bitcheck.reference_runs.gpu import mixers
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(mixers, "aten", stand_in([]))
+    model, batch = whole_model(get_config(name))
+    results = []
+    for form in ("off", "on"):
+        with deterministic_algorithms(Switches.from_options(settings=[f"memory.fill={form}"])):
+            copied = on_device(model)
+            losses = copied(*(tensor.to(copied.head.weight.device) for tensor in batch))
+            (losses.total * 2.0**16).backward()
+        results.append([losses.total.detach(), *(parameter.grad for parameter in copied.parameters())])
+    assert all(torch.equal(off, on) for off, on in zip(*results, strict=True))
+    assert not any(bool(value.isnan().any()) for value in results[1])
+
+
 @pytest.mark.parametrize("name", ["nano", "nano-hybrid"])
 def test_a_whole_model_has_the_loss_and_the_gradients_of_the_portable_one(
     on_device: OnDevice[Any], monkeypatch: pytest.MonkeyPatch, name: str
@@ -373,11 +403,7 @@ def test_a_whole_model_has_the_loss_and_the_gradients_of_the_portable_one(
     if not torch.cuda.is_available():
         monkeypatch.setattr(mixers, "aten", stand_in([]))
     config = get_config(name)
-    # Widths of 16: nothing falls back. No dropout: other generators.
-    shape = replace(config.model, kv_lora=48, d_rope=16, dropout=0.0, init_std=0.05)
-    model = Model(shape, 32, "fp8", Switches.from_options())
-    tokens = torch.randint(0, 256, (2, 34))
-    batch = tokens[:, :-2], torch.stack((tokens[:, 1:-1], tokens[:, 2:]), -1)
+    model, batch = whole_model(config)
     with portable():
         theirs = model(*batch)
         (theirs.total * 2.0**16).backward()
@@ -400,6 +426,22 @@ def test_a_whole_model_has_the_loss_and_the_gradients_of_the_portable_one(
 @pytest.mark.parametrize("function", [devices.gpu_forms, devices.gpu_products])
 def test_cpu_tensors_take_the_portable_forms(function: Callable[[Tensor], Any]) -> None:
     assert function(torch.ones(16, 16)) is None
+
+
+def test_the_average_of_a_run_on_a_gpu(on_device: OnDevice[Any]) -> None:
+    model = nn.Sequential(Linear(48, 80, "bf16", 0.1), RMSNorm(80, 1e-6, True))
+    masters = {name: p.detach().float() for name, p in model.named_parameters()}
+    with portable():
+        theirs = EMA(masters, 0.9)
+    ours = EMA({name: p.detach().float() for name, p in on_device(model).named_parameters()}, 0.9)
+    for _ in range(3):
+        moved = {name: torch.randn_like(master) for name, master in masters.items()}
+        theirs.start_update(moved)
+        ours.start_update({name: value.to(ours.tensors()[name].device) for name, value in moved.items()})
+    for name, average in theirs.tensors().items():
+        torch.testing.assert_close(ours.tensors()[name].cpu(), average)
+    theirs.close()
+    ours.close()
 
 
 @pytest.mark.gpu
