@@ -229,7 +229,7 @@ class CollectiveHooks:
         """Record what this rank contributes to a collective; None where its step is not kept."""
         recorder = self._recorder
         builder = recorder.between_steps() if recorder.optimizers.running is None else recorder.current
-        self.completions.settle_complete()
+        self.completions.settle_dropped()
         if not builder.is_kept or (is_pairwise and is_rehearsal()):
             return None
         call = recorder.modules.current

@@ -8,6 +8,7 @@ while it was in flight: a module that passes on a tensor which is still being wr
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,10 @@ from bitcheck.hooks.tensors import storage_id
 
 if TYPE_CHECKING:
     from bitcheck.hooks.recorder import Recorder
+
+
+_OWN_REFERENCES = 3
+"""To a work that the program has let go of: from what is pending, from a variable, as an argument."""
 
 
 class Promised:
@@ -177,29 +182,34 @@ class Completions:
             for key in [key for key, (_, own) in self._futures.items() if own is work]:
                 del self._futures[key]
 
-    def settle_complete(self) -> None:
-        """Read what is complete in the host's memory though nobody has waited for it yet, and let go of it.
+    def settle_dropped(self) -> None:
+        """Read what is complete in the host's memory and nobody can wait for any more: the program has let go of the
+        work.
 
-        When that is, is chance: what the program has changed since is not read, and counts as unobserved.
+        When that is, is chance: what was changed since is not read, and counts as unobserved.
         """
         with self._lock:
             for work, _ in list(self._pending.values()):
-                if self._ask is not None and self._is_on_host(work) and self._ask(work):
-                    self._settle_work(work, is_chance=True)
+                if sys.getrefcount(work) <= _OWN_REFERENCES:
+                    self._settle_complete(work)
+
+    def _settle_complete(self, work: Any) -> None:
+        if self._ask is not None and self._is_on_host(work) and self._ask(work):
+            self._settle_work(work, is_chance=True)
 
     def close(self, builder: StepBuilder) -> None:
         """Let go of what a step that ends was promised; what a work still writes the next step does not read either.
 
-        So a tensor that nobody waits for is held until a collective begins when it is there, and never beyond the end
-        of its step; of its work no more than the handle, until that says that it is complete.
+        So a tensor that nobody waits for is held until a collective begins when it is there and its work is dropped,
+        and never beyond the end of its step; of its work no more than the handle, until that says that it is complete.
         """
         with self._lock:
-            self.settle_complete()
-            for _, promises in self._pending.values():
+            for work, promises in list(self._pending.values()):
+                self._settle_complete(work)
                 for promised in promises:
                     if promised.builder is builder:
                         promised.forget()
-            self.settle_complete()
+                self._settle_complete(work)
             for storage, flight in list(self.flying.items()):
                 flight.promises = [promised for promised in flight.promises if promised.builder is not builder]
                 if not flight.promises and flight.num_works <= 0:

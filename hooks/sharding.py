@@ -33,14 +33,36 @@ if TYPE_CHECKING:
     from bitcheck.hooks.steps import StepBuilder
 
 
+_placements: dict[int, tuple[Any, str]] = {}
+"""Identity of a DTensor's specification -> it, its text: a tensor keeps the same from step to step."""
+_MAX_PLACEMENTS = 16_384
+
+
 def placement_text(tensor: Any) -> str:
     """Return where a DTensor lies (see `bitcheck.placements`), "" for any other tensor."""
     spec = getattr(tensor, "_spec", None)
+    if spec is None:
+        return ""
+    known = _placements.get(id(spec))
+    if known is not None and known[0] is spec:
+        return known[1]
     mesh = getattr(spec, "mesh", None)
     coords = mesh.get_coordinate() if mesh is not None else None
-    if spec is None or mesh is None or not coords:  # a rank outside the mesh holds nothing
+    if mesh is None or not coords:  # a rank outside the mesh holds nothing
         return ""
-    return _placement_text(mesh, tuple(coords), tuple(map(str, spec.placements)))
+    text = _placement_text(mesh, tuple(coords), tuple(map(str, spec.placements)))
+    if len(_placements) >= _MAX_PLACEMENTS:
+        _placements.clear()
+    _placements[id(spec)] = spec, text
+    return text
+
+
+def local_part(tensor: Any) -> torch.Tensor | None:
+    """Return what this rank holds of a DTensor, where that is a plain tensor; None for all else."""
+    if type(tensor).__name__ != "DTensor":
+        return None
+    local = getattr(tensor, "_local_tensor", None)
+    return local if type(local) is torch.Tensor else None
 
 
 @lru_cache(maxsize=1024)

@@ -16,7 +16,7 @@ import torch
 from bitcheck.digest import digest_bytes
 from bitcheck.errors import DigestError
 from bitcheck.events import Group, Phase, Site, StepColumns, StepKind
-from bitcheck.hooks.sharding import placement_text
+from bitcheck.hooks.sharding import local_part, placement_text
 from bitcheck.hooks.tensors import (
     PlainValue,
     digest_plain,
@@ -25,6 +25,7 @@ from bitcheck.hooks.tensors import (
     dtype_name,
     plain_on_device,
     python_value_parts,
+    storage_id,
     tensor_parts,
 )
 
@@ -221,7 +222,7 @@ class StepBuilder:
 
         Without `add_writers`, `inputs` are all that it was computed from, also at level `op`.
         """
-        if self.is_kept and not self.flying and not (add_writers and self.writers is not None):
+        if self.is_kept and self._has_landed(tensor) and not (add_writers and self.writers is not None):
             plain = digest_plain(tensor)  # the short way for what nearly every tensor is
             if plain is not None:
                 return [self.record.add(self._same(site), *plain, group, tuple(inputs))]
@@ -233,7 +234,7 @@ class StepBuilder:
 
     def add_computed(self, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]) -> Sequence[int]:
         """Record a tensor of which `inputs` are all that it was computed from: the short way for a plain one."""
-        if self.is_kept and not self.flying:
+        if self.is_kept and self._has_landed(tensor):
             plain = digest_plain(tensor)
             if plain is not None:
                 return (self.record.add(site, *plain, group, inputs),)
@@ -248,11 +249,15 @@ class StepBuilder:
 
         On a device that is one launch.
         """
-        if len(given) > 1 and given[0][1].is_cuda and self.is_kept and not self.flying:
+        if len(given) > 1 and given[0][1].is_cuda and self.is_kept and all(self._has_landed(t) for _, t, _ in given):
             added = self._add_on_device(given, group)
             if added is not None:
                 return [(index,) for index in added]
         return [self.add_computed(site, tensor, group, inputs) for site, tensor, inputs in given]
+
+    def _has_landed(self, tensor: torch.Tensor) -> bool:
+        """Say whether no collective still writes a plain tensor; of any other it is found out the long way."""
+        return not self.flying or storage_id(tensor) not in self.flying
 
     def _add_one_on_device(self, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]) -> int | None:
         """Record a plain tensor of a device; None where it is not, or cannot be read."""
@@ -324,14 +329,20 @@ class StepBuilder:
                 ):
                     added += owed
                     continue
-                plain = digest_plain(tensor)
-                if plain is not None:
-                    added.append(record.add(self._same(site), *plain, group, sources))
-                    continue
-                if (kind := plain_on_device(tensor)) is not None:
+                where = ""
+                if (local := local_part(tensor)) is not None:
+                    where, tensor = placement_text(tensor), local
+                index: int | None = None
+                if (plain := digest_plain(tensor)) is not None:
+                    index = record.add(self._same(site), *plain, group, sources)
+                elif (kind := plain_on_device(tensor)) is not None:
                     self._digesters[tensor.device].check(tensor)
-                    added.append(record.add(self._same(site), *kind, b"", b"", group, sources))
-                    waiting.setdefault(tensor.device, []).append((added[-1], tensor))
+                    index = record.add(self._same(site), *kind, b"", b"", group, sources)
+                    waiting.setdefault(tensor.device, []).append((index, tensor))
+                if index is not None:
+                    added.append(index)
+                    if where:
+                        record.placements[index] = where
                     continue
                 for suffix, part in tensor_parts(tensor):
                     own = site._replace(slot=site.slot + suffix) if suffix else site
@@ -346,7 +357,7 @@ class StepBuilder:
                         self._same(own), dtype_name(part), shape, part.nbytes, digest, leaves, group, sources
                     )
                     added.append(index)
-                    if where := placement_text(tensor):
+                    if where := where or placement_text(tensor):
                         record.placements[added[-1]] = where
             except DigestError as error:
                 self.miss(f"{site.text(False)}: {error}")

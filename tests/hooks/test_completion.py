@@ -34,7 +34,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def finish(work: dist.Work) -> None:
     """Let a work be complete without a word of it to the recorder."""
-    while not work.exception() and not is_completed(work):
+    while not is_completed(work):
         pass
 
 
