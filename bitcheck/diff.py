@@ -108,6 +108,7 @@ class _Comparison:
         if ours.first_step is not None and theirs.first_step is not None:
             starts = ours.first_step, theirs.first_step + self.alignment.offset
             findings.restart_step = max(starts) if starts[0] != starts[1] else None
+        findings.world_sizes = ours.world_size, theirs.world_size
         findings.statuses = (str(self.baseline.status), str(self.candidate.status))
         findings.alignment = self.alignment
         findings.environment = self._environment()

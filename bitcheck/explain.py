@@ -36,6 +36,11 @@ def recommend(findings: Findings) -> str:
             "Load the checkpoint of the step before the number that was given, or give the number of the step after "
             "the state that was restored (--start-step, record(start_step=))."
         )
+    if findings.cause is Cause.COLLECTIVE and findings.world_sizes[0] != findings.world_sizes[1]:
+        return (
+            "Compare runs of the same number of ranks, or reduce in an order and a scale that do not depend on it: a "
+            "resumed job has to have the ranks of the one that it goes on."
+        )
     return find_remedy(findings.cause, findings.origins, findings.level, is_rebuild=findings.is_rebuild)
 
 
@@ -122,6 +127,11 @@ def _diverged(findings: Findings) -> list[str]:
         Cause.HYPERPARAMETER: _hyperparameter,
         Cause.STRUCTURE: _structure,
     }[cause](first, where, findings)
+    if cause is Cause.COLLECTIVE and findings.world_sizes[0] != findings.world_sizes[1]:
+        sentences.append(
+            f"The runs have {findings.world_sizes[0]} and {findings.world_sizes[1]} ranks: what others contribute is "
+            "in this sum, too, with no fault in either run."
+        )
     if findings.is_rebuild:
         sentences.append(
             "It is the first step after a restart, in which DistributedDataParallel reduces the gradients in other "

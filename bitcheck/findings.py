@@ -33,6 +33,8 @@ class Findings:
     last_step: int | None = None
     restart_step: int | None = None
     """The first step that both runs have, where it is not the first of both: one was resumed there."""
+    world_sizes: tuple[int, int] = (1, 1)
+    """Ranks of the baseline and of the candidate."""
     statuses: tuple[str, str] = ("complete", "complete")
     ended_early: dict[str, list[int]] = field(default_factory=dict)
     endings: Mapping[str, Mapping[tuple[str, int], list[int]]] = field(default_factory=dict)

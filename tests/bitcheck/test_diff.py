@@ -482,6 +482,18 @@ def test_a_rank_that_ended_early_is_named() -> None:
     assert "rank 1" in answer.explanation
 
 
+def test_a_sum_over_another_number_of_ranks_is_told_as_what_it_is() -> None:
+    baseline = make_run(num_ranks=2)
+    site = next(event.site for event in baseline.steps[0][1].events if event.site.phase is Phase.GRAD)
+    fault = [(rank, 1, site.text(with_root=False)) for rank in (0, 1)]
+    more, same = make_run(num_ranks=4, faults=fault), make_run(num_ranks=2, faults=fault)
+    answer = diff_runs(baseline, more)
+    assert answer.cause == "collective"
+    assert "The runs have 2 and 4 ranks: what others contribute is in this sum, too" in answer.explanation
+    assert "same number of ranks" in answer.remedy
+    assert "ranks: what others" not in diff_runs(baseline, same).explanation
+
+
 def test_a_rank_that_left_while_the_others_went_on_ended_early_though_it_says_that_all_is_well() -> None:
     whole, cut = make_run(num_ranks=3, num_steps=6), make_run(num_ranks=3, num_steps=6)
     left = replace(cut, steps={0: cut.steps[0], 1: cut.steps[1][:4], 2: cut.steps[2]})
