@@ -108,6 +108,8 @@ class Selector:
         self._known: OrderedDict[tuple[bytes, bytes, tuple[int, ...]], dict[GroupKey, Selection]] = OrderedDict()
         self.ignored: dict[GroupKey, set[str]] = {}
         """Keys of sites that turned out to be nobody's copies."""
+        self.undeclared: set[str] = set()
+        """Parameters of which nobody says where they lie, as far as any group was found beside them."""
         self.has_shards = False
         """Whether any tensor was seen that is cut over all ranks of its mesh."""
 
@@ -148,11 +150,20 @@ class Selector:
             for event, site in enumerate(layout.sites):
                 if group.covers(site) and self._counts(layout, event):
                     choose(key, event)
+        if chosen:
+            self._note_undeclared(layout, meta, groups)
         user = {group.text for group in groups}
         return {
             key: _order(layout, mask, range(len(PHASES)) if key.by in user else _DECLARED_COLUMNS, self._excluder(key))
             for key, mask in chosen.items()
         }
+
+    def _note_undeclared(self, layout: Layout, meta: Meta, groups: Sequence[UserGroup]) -> None:
+        for event, placement in enumerate(meta.placements):
+            site = layout.sites[event]
+            is_free = site.phase is Phase.PARAM and not placement and self._counts(layout, event)
+            if is_free and not any(group.covers(site) for group in groups):
+                self.undeclared.add(qualified_name(site.root, site.path, False))
 
     def _excluder(self, key: GroupKey) -> Callable[[str], bool]:
         ignored = self.ignored.get(key, set())

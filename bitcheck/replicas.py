@@ -347,6 +347,12 @@ class _Conclusion:
         alone = [rank for rank in self.scan.run.ranks if rank not in ranks and rank not in lacking]
         if alone and ranks:
             yield f"{format_ranks(alone).capitalize()} held no copy of anything and was not compared."
+        if self.found and (free := sorted(self.scan.selector.undeclared)):
+            more = f" and {len(free) - 1:,} more" if len(free) > 1 else ""
+            yield (
+                f"Nobody says which ranks hold copies of the parameter {free[0]}{more} (plain tensors that no wrapper "
+                "manages), so they were not compared: --group RANKS:PATTERN says so."
+            )
         if ignored := sum(map(len, self.scan.selector.ignored.values())):
             yield (
                 f"{ignored:,} gradients or states of the optimizer are on one rank alone, as with an optimizer that "

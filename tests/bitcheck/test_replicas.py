@@ -266,6 +266,18 @@ def test_shards_are_held_against_the_ranks_of_the_mesh_that_hold_the_same_shard(
     assert check(tmp_path, replicated_run(placement=on_mesh, edit=shard, changes=[(3, 1, sharded)])).exit_status == 0
 
 
+def test_parameters_that_nobody_declared_are_named_where_others_were(tmp_path: Path) -> None:
+    everywhere = TensorPlacement((("tp", 4),), (0, 1, 2, 3), (), ("R",)).to_text()
+
+    def without_one(rank: int, event: Event) -> str:
+        return "" if event.site.path == PARAMETERS[0] else everywhere
+
+    run = replicated_run(placement=without_one)
+    (note,) = check(tmp_path, run).notes
+    assert f"which ranks hold copies of the parameter {PARAMETERS[0]} (plain tensors" in note
+    assert check(tmp_path, run, groups=[f"0-3:{PARAMETERS[0]}"]).notes == ()
+
+
 def test_groups_that_part_in_different_steps_are_settled_one_by_one(tmp_path: Path) -> None:
     halves = [TensorPlacement.of_ddp(ranks).to_text() for ranks in ((0, 1, 2), (3, 4, 5))]
     run = replicated_run(
