@@ -56,9 +56,20 @@ class GroupNames:
         if process_group is dist.group.WORLD:
             same[0] = own
         elif own not in same:
-            same.append(own)
+            self._take_place(same, own)
         number = same.index(own) + 1
         return name if number == 1 else f"{name}.{number}"
+
+    def _take_place(self, same: list[str], own: str) -> None:
+        """Number a group; one that is made for each checkpoint and destroyed after it has the same number each time."""
+        registry: Any = dist.distributed_c10d
+        living = set(map(str, registry._world.pg_names.values()))
+        first = 1 if self._named.get(WORLD) is same else 0  # the default group's place stays its own
+        for number in range(first, len(same)):
+            if same[number] not in living:
+                same[number] = own
+                return
+        same.append(own)
 
     def transfer_name(self, process_group: Any, ranks: Sequence[int], sender: int, receiver: int) -> str:
         """Return the name of what goes between two members: `0-1`, `0-1.pp`, `0-1.world.2`."""

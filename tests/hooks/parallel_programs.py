@@ -527,7 +527,7 @@ def transfers_by_operators() -> Trained:
 
 @program
 def groups_of_the_same_ranks() -> Trained:
-    """Three groups of all ranks: one has a name."""
+    """Three groups of all ranks, of which one has a name, and one that lives for a step."""
     world = list(range(dist.get_world_size()))
     unnamed, named = dist.new_group(world), dist.new_group(world, group_desc="experts/dp")
     model = seeded(Net)
@@ -535,6 +535,9 @@ def groups_of_the_same_ranks() -> Trained:
     for x in batches():
         for group in (named, unnamed, dist.group.WORLD):
             dist.all_reduce(x, group=group)
+        passing = dist.new_group(world)
+        dist.all_reduce(x, group=passing)
+        dist.destroy_process_group(passing)
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

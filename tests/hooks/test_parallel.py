@@ -139,8 +139,10 @@ def test_expert_parallel_programs_are_recorded_as_they_are(tmp_path: Path) -> No
         sent, received = (keys(step(run, rank), Phase.COMM) for rank in (0, 1))
         assert "comm/send.0-1:in.0#1" in sent and "comm/send.0-1:out.0#1" in received
     with open_run(tmp_path / "groups_of_the_same_ranks" / "a") as run:
-        found = [site.path for site in step(run, 0).sites if site.phase is Phase.COMM and site.slot == "out.0"]
-        assert found == [f"all_reduce.sum.{name}" for name in ("world.experts_dp", "world.2", "world")]
+        for number in range(3):
+            sites = step(run, 0, number).sites
+            found = [site.path for site in sites if site.phase is Phase.COMM and site.slot == "out.0"]
+            assert found == [f"all_reduce.sum.{name}" for name in ("world.experts_dp", "world.2", "world", "world.3")]
 
 
 @pytest.mark.skipif(not hasattr(torch.ops._c10d_functional, "isend"), reason="this PyTorch has no such operators")
