@@ -50,18 +50,19 @@ xxh3_128: Callable[[Any], bytes] = xxhash.xxh3_128_digest
 """XXH3-128, seed 0, as 16 canonical (big-endian) bytes."""
 
 
-_LEAF: Any = ctypes.c_char * LEAF_BYTES
+class _Readers(dict[int, Callable[[int], Any]]):
+    """Number of bytes -> what gives a ctypes array of so many that lies at an address.
+
+    The bound method is kept, since to look it up on the type takes longer than to call it.
+    """
+
+    def __missing__(self, num_bytes: int) -> Callable[[int], Any]:
+        self[num_bytes] = read = (ctypes.c_char * num_bytes).from_address
+        return read
 
 
-class _TailTypes(dict[int, Any]):
-    """Number of bytes -> the ctypes array of so many."""
-
-    def __missing__(self, num_bytes: int) -> Any:
-        self[num_bytes] = kind = ctypes.c_char * num_bytes
-        return kind
-
-
-_tail_types = _TailTypes()
+_readers = _Readers()
+_leaf_at = _readers[LEAF_BYTES]
 
 
 @lru_cache(maxsize=65_536)
@@ -104,20 +105,40 @@ def begin_digest(dtype: str, shape: Sequence[int], num_bytes: int) -> xxhash.xxh
     return xxhash.xxh3_128(digest_header(dtype, tuple(shape), num_bytes))
 
 
-def digest_memory(dtype: str, shape: tuple[int, ...], address: int, num_bytes: int) -> tuple[bytes, bytes]:
+def memory_at(address: int, num_bytes: int) -> Any:
+    """Return memory as a buffer, char [num_bytes]. Who calls keeps it alive."""
+    return _readers[num_bytes](address)
+
+
+def digest_memory(header: bytes, address: int, num_bytes: int) -> tuple[bytes, bytes]:
     """Return (digest, leaf digests) of a tensor that lies at `address`, contiguous; 1 byte at least.
 
-    The same as `digest_bytes`, in a third of the time for a small tensor. Who calls keeps the memory alive.
+    `header` is its `digest_header`. The same as `digest_bytes`, in a third of the time for a small tensor.
+    Who calls keeps the memory alive.
     """
-    end = address + num_bytes
-    last = end - (num_bytes % LEAF_BYTES or LEAF_BYTES)
-    leaves = [xxh3_128(_LEAF.from_address(start)) for start in range(address, last, LEAF_BYTES)]
-    tail_bytes = end - last
-    tail = _tail_types[tail_bytes].from_address(last)
+    tail_bytes = num_bytes % LEAF_BYTES or LEAF_BYTES
+    last = address + num_bytes - tail_bytes
+    tail = _readers[tail_bytes](last)
     missing = -tail_bytes % PAD_BYTES
-    leaves.append(xxh3_128(tail.raw + bytes(missing) if missing else tail))
-    joined = b"".join(leaves) if len(leaves) > 1 else leaves[0]
-    return xxh3_128(digest_header(dtype, shape, num_bytes) + joined), joined
+    leaves = xxh3_128(tail.raw + bytes(missing) if missing else tail)
+    if last != address:
+        leaves = b"".join([xxh3_128(_leaf_at(start)) for start in range(address, last, LEAF_BYTES)]) + leaves
+    return xxh3_128(header + leaves), leaves
+
+
+def digest_buffer(header: bytes, data: bytes | memoryview) -> tuple[bytes, bytes]:
+    """Return (digest, leaf digests) of a tensor given as its bytes, uint8 [1 at least].
+
+    `header` is its `digest_header`.
+    """
+    pieces = memoryview(data)
+    whole = (len(data) - 1) // LEAF_BYTES * LEAF_BYTES
+    tail = pieces[whole:]
+    missing = -len(tail) % PAD_BYTES
+    leaves = xxh3_128(tail.tobytes() + bytes(missing) if missing else tail)
+    if whole:
+        leaves = b"".join([xxh3_128(pieces[at : at + LEAF_BYTES]) for at in range(0, whole, LEAF_BYTES)]) + leaves
+    return xxh3_128(header + leaves), leaves
 
 
 def digest_bytes(dtype: str, shape: Sequence[int], data: np.ndarray) -> tuple[bytes, bytes]:

@@ -25,6 +25,7 @@ from bitcheck.errors import DigestError
 from bitcheck.hooks import tensors
 from bitcheck.hooks.tensors import (
     PlainValue,
+    digest_plain,
     digest_tensor,
     digest_value,
     dtype_name,
@@ -146,6 +147,24 @@ def test_a_flipped_expanded_or_offset_tensor_is_its_logical_elements() -> None:
         tensor.as_strided((3, 3), (1, 2)),
     ):
         assert hex_parts(view) == {"": expected_digest(view)}
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
+def test_a_large_transposed_tensor_is_its_logical_elements_to_the_last_column(dtype: torch.dtype) -> None:
+    numbers = torch.arange(3 * 200 * 165).remainder(127).view(3, 200, 165).to(dtype)
+    for view in (
+        numbers.transpose(1, 2),
+        numbers[:, :, :100].transpose(1, 2),
+        numbers.permute(2, 1, 0),
+        numbers.permute(1, 2, 0),
+        numbers[:, 1:].transpose(0, 1),
+        numbers.view(-1)[::2],
+        numbers[0].t().expand(2, 165, 200),
+    ):
+        assert not view.is_contiguous()
+        whole = view.contiguous()
+        assert tensor_bytes(view).tobytes() == whole.view(-1).view(torch.uint8).numpy().tobytes()
+        assert digest_plain(view) == digest_plain(whole)
 
 
 def test_a_tensor_at_an_odd_address_is_read_exactly() -> None:
