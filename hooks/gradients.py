@@ -43,40 +43,124 @@ _VIEWS = (
 VIEW_NODES = frozenset(f"{name}Backward0" for name in _VIEWS.split(" "))
 """Nodes that pass a gradient on without arithmetic: an answer names the node behind them."""
 
+_OUTSIDE = -1
+"""Stands for code outside all modules where calls are numbers."""
 MAX_NAMED_NODES = 4
 """How far behind an edge the node to name is looked for."""
 
 
 class Tracked:
-    """A tensor whose gradient is recorded: one output of one node, or a parameter."""
+    """A tensor whose gradient is recorded: one output of one node, or a parameter.
 
-    __slots__ = ("consumers", "events", "is_eval", "names", "owners", "producer", "slot", "sources", "step")
+    What it has to do with others it holds as tuples of numbers: every object that a step keeps is looked at by
+    Python's cyclic garbage collector, and a tuple that a step before had as well (`StepBuilder.same`) is no new one.
+    """
 
-    def __init__(self, producer: Call | None, slot: str, is_eval: bool) -> None:
+    __slots__ = (
+        "consumers", "events", "is_eval", "key", "number", "op", "owners", "producer", "slot", "sources", "step",
+        "trace",
+    )  # fmt: skip
+
+    def __init__(self, producer: Call | None, slot: str, is_eval: bool, trace: _Trace | None) -> None:
         self.producer = producer
         """The call that gave the tensor; None for a parameter and for what came from outside all modules."""
         self.slot = slot
         self.is_eval = is_eval
-        self.consumers: tuple[tuple[Call, str], ...] = ()
-        self.sources: tuple[Tracked, ...] | None = None
+        self.trace = trace
+        """Whose numbers these are; of a parameter those of the last plan."""
+        self.number = -1
+        """Its own."""
+        self.key = 0
+        """Of the node that made it."""
+        self.consumers: tuple[int | str, ...] = ()
+        """A call and the argument's slot, the next call and its slot, ..."""
+        self.sources: tuple[int, ...] | None = None
         """Whose gradients its gradient is computed from; None as long as no plan was made."""
-        self.owners: tuple[Call | None, ...] = ()
-        """The module calls that compute it; None stands for code outside all modules."""
-        self.names: tuple[str, ...] = ()
-        """The autograd nodes that compute it, beside `owners`."""
+        self.owners: tuple[int, ...] = ()
+        """The module calls that compute it, _OUTSIDE last."""
+        self.op = ""
+        """The autograd nodes that compute it."""
         self.events: Sequence[int] = ()
         self.step: StepBuilder | None = None
         """Where `events` are."""
 
 
+class _Trace:
+    """Which tensors are followed in one step, by number, and where its calls are."""
+
+    __slots__ = ("builder", "calls", "groups", "outputs", "tracked", "views")
+
+    def __init__(self, builder: StepBuilder) -> None:
+        self.builder = weakref.ref(builder)
+        self.calls = builder.calls
+        self.tracked: list[Tracked] = []
+        self.outputs: dict[int, _Outputs] = {}
+        """Key of a node -> what is followed of it."""
+        self.views: dict[int, Tracked] = {}
+        """Key of the node of a view's base -> the view."""
+        self.groups: dict[tuple[int, str], int] = {}
+
+    def add(self, producer: Call | None, slot: str, is_eval: bool) -> Tracked:
+        """Follow a tensor."""
+        tracked = Tracked(producer, slot, is_eval, self)
+        tracked.number = len(self.tracked)
+        self.tracked.append(tracked)
+        return tracked
+
+    def owners(self, tracked: Tracked) -> list[Call | None]:
+        """Return the module calls that compute a gradient; None, the last, stands for code outside all modules."""
+        return [self.calls[number] if number != _OUTSIDE else None for number in tracked.owners]
+
+
+class _Outputs:
+    """The outputs of one node whose gradients are recorded, mostly one; called as the hook on the node."""
+
+    __slots__ = ("_first", "_hooks", "_index", "_others")
+
+    def __init__(self, hooks: GradientHooks, index: int, first: Tracked) -> None:
+        self._hooks = hooks
+        self._index = index
+        self._first = first
+        self._others: dict[int, Tracked] | None = None
+
+    def get(self, index: int) -> Tracked | None:
+        """Return what is followed of an output, by its number."""
+        if index == self._index:
+            return self._first
+        return self._others.get(index) if self._others is not None else None
+
+    def add(self, index: int, tracked: Tracked) -> None:
+        """Follow a further output."""
+        if self._others is None:
+            self._others = {}
+        self._others[index] = tracked
+
+    def items(self) -> Iterator[tuple[int, Tracked]]:
+        """Yield (output number, tensor) in the order in which they were added."""
+        yield self._index, self._first
+        if self._others is not None:
+            yield from self._others.items()
+
+    @paused
+    def __call__(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for index, tracked in self.items():
+            gradient = gradients[index] if index < len(gradients) else None
+            if gradient is not None:
+                self._hooks.record(tracked, gradient)
+
+
 class _Flow:
-    """What reaches a node from the loss: the recorded gradients, and the nodes passed since."""
+    """What reaches a node from the loss: the recorded gradients by number, and the nodes passed since."""
 
     __slots__ = ("names", "sources")
 
-    def __init__(self, sources: dict[Tracked, None], names: tuple[str, ...]) -> None:
+    def __init__(self, sources: dict[int, None], names: tuple[str, ...]) -> None:
         self.sources = sources
         self.names = names
+
+
+_Arrival = tuple[int, Node, _Flow]
+"""To which output of a node, from which node, and what."""
 
 
 class GradientHooks:
@@ -85,14 +169,10 @@ class GradientHooks:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._is_deep = recorder.level is not Level.STATE
-        self._step: weakref.ref[StepBuilder] | None = None
-        self._tracked: dict[tuple[int, int], dict[int, Tracked]] = {}
-        """(thread, sequence number) of a node -> output number -> tensor."""
-        self._views: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
-        """Node of a view's base -> the view's own node and output number."""
+        self._trace: _Trace | None = None
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], Tracked, Any]] = {}
-        self._groups: dict[tuple[int, str], int] = {}
-        self._owners: _Owners | None = None
+        self.owners: _Owners | None = None
+        """Finds the call that made a node, as of the last plan."""
         self._backward: Callable[..., Any] | None = None
         self._grad: Callable[..., Any] | None = None
 
@@ -140,7 +220,7 @@ class GradientHooks:
         if tensor.grad_fn is None:
             return  # a leaf: a parameter, whose own hook sees it, or an input that the program differentiates by
         tracked = self._track(builder, tensor, None, slot, call.is_eval)
-        tracked.consumers += ((call, slot),)
+        tracked.consumers = builder.same((*tracked.consumers, call.number, slot))
 
     def track_output(self, builder: StepBuilder, call: Call, slot: str, tensor: torch.Tensor) -> None:
         """Follow what a module call gave."""
@@ -151,38 +231,34 @@ class GradientHooks:
     def _track(
         self, builder: StepBuilder, tensor: torch.Tensor, producer: Call | None, slot: str, is_eval: bool
     ) -> Tracked:
-        self._enter(builder)
+        trace = self._enter(builder)
         node = tensor.grad_fn
         assert node is not None
-        key = (threading.get_ident(), node._sequence_nr())
-        outputs = self._tracked.get(key)
+        key, index = _key_of(node), tensor.output_nr
+        outputs = trace.outputs.get(key)
+        tracked = outputs.get(index) if outputs is not None else None
+        if tracked is not None:
+            return tracked
+        tracked = trace.add(producer, slot, is_eval)
+        tracked.key = key
         if outputs is None:
-            outputs = self._tracked[key] = {}
-            self._catch(node, outputs)
-        tracked = outputs.get(tensor.output_nr)
-        if tracked is None:
-            tracked = outputs[tensor.output_nr] = Tracked(producer, slot, is_eval)
-            if tensor._is_view() and (base := tensor._base) is not None and base.grad_fn is not None:
-                at = (key[0], base.grad_fn._sequence_nr())
-                if at != key:
-                    self._views[at] = (key, tensor.output_nr)
+            trace.outputs[key] = outputs = _Outputs(self, index, tracked)
+            node.register_prehook(outputs)
+        else:
+            outputs.add(index, tracked)
+        if tensor._is_view() and (base := tensor._base) is not None and base.grad_fn is not None:
+            at = _key_of(base.grad_fn)
+            if at != key:
+                trace.views[at] = tracked
         return tracked
 
-    def _enter(self, builder: StepBuilder) -> None:
+    def _enter(self, builder: StepBuilder) -> _Trace:
         """Forget the tensors of the step before: a graph seldom outlives its step."""
-        if self._step is None or self._step() is not builder:
-            self._step = weakref.ref(builder)
-            self._tracked, self._views, self._groups, self._owners = {}, {}, {}, None
-
-    def _catch(self, node: Node, outputs: dict[int, Tracked]) -> None:
-        node.register_prehook(functools.partial(self._caught, outputs))
-
-    @paused
-    def _caught(self, outputs: dict[int, Tracked], gradients: Sequence[torch.Tensor | None]) -> None:
-        for index, tracked in outputs.items():
-            gradient = gradients[index] if index < len(gradients) else None
-            if gradient is not None:
-                self._record(tracked, gradient)
+        trace = self._trace
+        if trace is None or trace.builder() is not builder:
+            trace = self._trace = _Trace(builder)
+            self.owners = None
+        return trace
 
     # --- backward: the plan
 
@@ -224,30 +300,32 @@ class GradientHooks:
         thread = threading.get_ident()
         nodes: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
         waits: dict[Node, int] = {}
-        keys: dict[Node, tuple[int, int]] = {}
+        keys: dict[Node, int] = {}
         stack = [root.grad_fn for root in roots if root.grad_fn is not None]
         while stack:
             node = stack.pop()
             if node in nodes:
                 continue
             nodes[node] = edges = node.next_functions
-            keys[node] = (thread, node._sequence_nr())
+            keys[node] = _key_of(node)
             for below, _ in edges:
                 if below is not None:
                     waits[below] = waits.get(below, 0) + 1
                     stack.append(below)
-        self._catch_lost_views(nodes, keys)
-        owner_of = self._owners = _Owners([call for call in builder.calls if call.thread == thread])
+        trace = self._enter(builder)
+        self._catch_lost_views(trace, nodes, keys)
+        owner_of = self.owners = _Owners([call for call in builder.calls if call.thread == thread])
 
-        arriving: dict[Node, dict[int, list[tuple[Node, _Flow]]]] = {node: {} for node in nodes}
+        arriving: dict[Node, list[_Arrival]] = {}
         ready = [node for node in nodes if not waits.get(node)]
         while ready:
             node = ready.pop()
-            flow = self._flow_into(node, keys[node], arriving.pop(node), owner_of, builder)
+            outputs = trace.outputs.get(keys[node])
+            flow = self._flow_into(node, outputs, arriving.pop(node, []), owner_of, builder)
             for below, index in nodes[node]:
                 if below is None:
                     continue
-                arriving[below].setdefault(index, []).append((node, flow))
+                arriving.setdefault(below, []).append((index, node, flow))
                 waits[below] -= 1
                 if not waits[below]:
                     ready.append(below)
@@ -255,8 +333,8 @@ class GradientHooks:
     def _flow_into(
         self,
         node: Node,
-        key: tuple[int, int],
-        arriving: dict[int, list[tuple[Node, _Flow]]],
+        outputs: _Outputs | None,
+        arriving: list[_Arrival],
         owner_of: _Owners,
         builder: StepBuilder,
     ) -> _Flow:
@@ -266,42 +344,48 @@ class GradientHooks:
             variable: torch.Tensor = node.variable  # type: ignore[attr-defined]
             tracked = self._parameter(variable)
             if tracked is not None:
-                _settle(tracked, [pair for pairs in arriving.values() for pair in pairs], owner_of)
+                tracked.trace = self._trace
+                _settle(tracked, arriving, owner_of, builder)
             return _Flow({}, (own,))
-        outputs = self._tracked.get(key, {})
-        sources: dict[Tracked, None] = {}
+        if outputs is None and len(arriving) == 1:
+            flow = arriving[0][2]
+            return _Flow(flow.sources, (own, *flow.names)[:MAX_NAMED_NODES])
+        sources: dict[int, None] = {}
         names: tuple[str, ...] = ()
-        for index, tracked in outputs.items():
-            _settle(tracked, arriving.get(index, ()), owner_of)
-            sources[tracked] = None
-        for index, pairs in arriving.items():
-            if index not in outputs:
-                for _, flow in pairs:
-                    sources.update(flow.sources)
-                    names = names or flow.names
+        for index, tracked in outputs.items() if outputs is not None else ():
+            _settle(tracked, [arrival for arrival in arriving if arrival[0] == index], owner_of, builder)
+            sources[tracked.number] = None
+        for index in dict.fromkeys([index for index, _, _ in arriving]):
+            if outputs is None or outputs.get(index) is None:
+                for at, _, flow in arriving:
+                    if at == index:
+                        sources.update(flow.sources)
+                        names = names or flow.names
         return _Flow(sources, (own, *names)[:MAX_NAMED_NODES])
 
     def owner_of(self, builder: StepBuilder, node: Node) -> Call | None:
         """Return the module call that made a node which runs now, None for code outside all modules."""
-        if self._owners is None or self._step is None or self._step() is not builder:
+        if self.owners is None or self._trace is None or self._trace.builder() is not builder:
             return None
-        return self._owners(node)
+        return self.owners(node)
 
-    def _catch_lost_views(self, nodes: Iterable[Node], keys: dict[Node, tuple[int, int]]) -> None:
+    def _catch_lost_views(self, trace: _Trace, nodes: Iterable[Node], keys: dict[Node, int]) -> None:
         """Catch at its base the gradient of a view that an in-place operation took out of the graph."""
-        if not self._views:
+        if not trace.views:
             return
         reached = set(keys.values())
         for node in nodes:
-            lost = self._views.get(keys[node])
-            if lost is None or lost[0] in reached:
+            key = keys[node]
+            view = trace.views.get(key)
+            if view is None or view.key in reached:
                 continue
-            del self._views[keys[node]]
-            outputs = self._tracked.get(keys[node])
+            del trace.views[key]
+            outputs = trace.outputs.get(key)
             if outputs is None:
-                outputs = self._tracked[keys[node]] = {}
-                self._catch(node, outputs)
-            outputs.setdefault(0, self._tracked[lost[0]][lost[1]])
+                trace.outputs[key] = outputs = _Outputs(self, 0, view)
+                node.register_prehook(outputs)
+            elif outputs.get(0) is None:
+                outputs.add(0, view)
 
     def _parameter(self, variable: torch.Tensor) -> Tracked | None:
         held = self._parameters.get(id(variable))
@@ -310,16 +394,15 @@ class GradientHooks:
         name = self._recorder.parameter_name(variable) or self._recorder.sharding.name_gathered(variable)
         if name is None:
             return None
-        tracked = Tracked(None, "grad", False)
-
-        @paused
-        def accumulated(parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:
-                self._record(tracked, parameter.grad, parameter)
-
-        handle = variable.register_post_accumulate_grad_hook(accumulated)
+        tracked = Tracked(None, "grad", False, self._trace)
+        handle = variable.register_post_accumulate_grad_hook(functools.partial(self._accumulated, tracked))
         self._parameters[id(variable)] = (weakref.ref(variable), tracked, handle)
         return tracked
+
+    @paused
+    def _accumulated(self, tracked: Tracked, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self.record(tracked, parameter.grad, parameter)
 
     def events_of(self, builder: StepBuilder, parameter: torch.Tensor) -> Sequence[int]:
         """Return the events of a parameter's gradient as it last left autograd in this step."""
@@ -330,31 +413,34 @@ class GradientHooks:
 
     # --- backward: the events
 
-    def _record(self, tracked: Tracked, gradient: torch.Tensor, parameter: torch.Tensor | None = None) -> None:
+    def record(self, tracked: Tracked, gradient: torch.Tensor, parameter: torch.Tensor | None = None) -> None:
+        """Record a gradient as it is now, of a parameter under the parameter's name."""
         recorder = self._recorder
         builder = recorder.current
         if not recorder.is_active or not builder.is_kept:
             return
-        owner = next((call for call in tracked.owners if call is not None), None)
+        owners = tracked.trace.owners(tracked) if tracked.trace is not None else []
+        owner = owners[0] if owners else None  # None is the last, where there is another
         if parameter is not None:
             name = recorder.parameter_name(parameter)
             if name is None:
                 return
             (root, path), slot = name, "grad"
         else:
-            root, path, slot, owner = _blame(tracked, owner)
-        occurrence = builder.count(Phase.BACKWARD, root, path, slot, tracked.is_eval)
-        site = Site(Phase.BACKWARD, root, path, slot, occurrence, tracked.is_eval)
+            root, path, slot, owner = _blame(tracked, owners, owner)
+        site = builder.next_sites(Phase.BACKWARD, root, path, slot, tracked.is_eval).first
         group = self._group(builder, tracked, owner)
-        tracked.events = builder.add_tensor(site, gradient, group, self._sources(builder, tracked))
+        tracked.events = builder.add_tensor(site, gradient, group, self._sources(builder, tracked, owners))
         tracked.step = builder
 
-    def _sources(self, builder: StepBuilder, tracked: Tracked) -> list[int]:
-        if tracked.sources is None:  # the engine was not entered through torch.autograd: everything before counts
+    def _sources(self, builder: StepBuilder, tracked: Tracked, owners: list[Call | None]) -> list[int]:
+        trace = tracked.trace
+        if tracked.sources is None or trace is None:  # entered past torch.autograd: everything before counts
             phases = (Phase.BACKWARD, Phase.LOSS, Phase.FORWARD)
             return [index for index, site in enumerate(builder.record.sites) if site.phase in phases]
         found: dict[int, None] = {}
-        for source in tracked.sources:
+        for number in tracked.sources:
+            source = trace.tracked[number]
             if source.step is builder:
                 found.update(dict.fromkeys(source.events))
         if not tracked.sources:
@@ -365,7 +451,7 @@ class GradientHooks:
         found.update(dict.fromkeys(builder.gathered))
         if tracked.slot == "grad" and tracked.step is builder:  # a micro-batch adds to the one before
             found.update(dict.fromkeys(tracked.events))
-        for call in tracked.owners:
+        for call in owners:
             if call is None:
                 found.update(dict.fromkeys([*builder.top.inputs, *builder.top.children]))
             else:
@@ -374,19 +460,20 @@ class GradientHooks:
         return list(found)
 
     def _group(self, builder: StepBuilder, tracked: Tracked, owner: Call | None) -> int:
-        owners = [call for call in tracked.owners if call is not None]
-        named = [
-            name if len(owners) < 2 or call is None else f"{name} in {call.path or call.root}"
-            for call, name in zip(tracked.owners, tracked.names, strict=True)
-        ]
-        op = "; ".join(dict.fromkeys(named))
-        key = (id(owner), op)
-        group = self._groups.get(key)
-        if group is None or self._step is None or self._step() is not builder:
+        trace = self._trace
+        groups = trace.groups if trace is not None and trace.builder() is builder else {}
+        number = owner.number if owner is not None and tracked.trace is trace else id(owner)
+        key = builder.same((number, tracked.op))
+        group = groups.get(key)
+        if group is None:
             root, path = (owner.root, owner.path) if owner is not None else ("", "")
-            group = builder.add_group("backward", root, path, op)
-            self._groups[key] = group
+            group = groups[key] = builder.add_group("backward", root, path, tracked.op)
         return group
+
+
+def _key_of(node: Node) -> int:
+    """Return what identifies a node: the number that its thread gave it, and the thread."""
+    return node._sequence_nr() << 64 | threading.get_ident()
 
 
 class _Owners:
@@ -405,37 +492,52 @@ class _Owners:
         return call
 
 
-def _settle(tracked: Tracked, arriving: Iterable[tuple[Node, _Flow]], owner_of: _Owners) -> None:
+def _settle(tracked: Tracked, arriving: list[_Arrival], owner_of: _Owners, builder: StepBuilder) -> None:
     """Write down by whom and from what a gradient is computed."""
-    sources: dict[Tracked, None] = {}
     computed: dict[tuple[Call | None, str], None] = {}
-    for node, flow in arriving:
-        sources.update(flow.sources)
+    for _, node, flow in arriving:
         name = next((name for name in flow.names if name not in VIEW_NODES), flow.names[0])
         computed[(owner_of(node), name)] = None
-    tracked.sources = tuple(sources)
-    order = sorted(computed, key=lambda pair: (pair[0] is None, pair[0].first_node if pair[0] is not None else 0))
-    tracked.owners = tuple([call for call, _ in order])
-    tracked.names = tuple([name for _, name in order])
+    if len(arriving) == 1:
+        sources = arriving[0][2].sources
+    else:
+        sources = {}
+        for _, _, flow in arriving:
+            sources.update(flow.sources)
+    tracked.sources = builder.same(tuple(sources))
+    order = list(computed)
+    if len(order) > 1:
+        order.sort(key=lambda pair: (pair[0] is None, pair[0].first_node if pair[0] is not None else 0))
+    tracked.owners = builder.same(tuple([call.number if call is not None else _OUTSIDE for call, _ in order]))
+    is_one = sum([call is not None for call, _ in order]) < 2
+    named = [name if is_one or call is None else f"{name} in {call.path or call.root}" for call, name in order]
+    tracked.op = "; ".join(dict.fromkeys(named))
 
 
-def _blame(tracked: Tracked, owner: Call | None) -> tuple[str, str, str, Call | None]:
+def _blame(tracked: Tracked, owners: list[Call | None], owner: Call | None) -> tuple[str, str, str, Call | None]:
     """Return (root, path, slot, call) under which a tensor's gradient is recorded."""
-    for call in tracked.owners:
-        for consumer, slot in tracked.consumers:
-            if consumer is call:
-                return call.root, call.path, f"grad_{slot}", call
+    consumers = tracked.consumers
+    for call in owners:
+        for position in range(0, len(consumers), 2):
+            if call is not None and call.number == consumers[position]:
+                return call.root, call.path, f"grad_{consumers[position + 1]}", call
     producer = tracked.producer
     if owner is not None and producer is not None and owner is not producer:
         below = producer.path.removeprefix(f"{owner.path}.") if owner.path else producer.path
         return owner.root, owner.path, f"grad.{below or producer.root}.{tracked.slot}", owner
-    if tracked.consumers and owner is not None:
-        consumer, slot = tracked.consumers[-1]
-        return consumer.root, consumer.path, f"grad_{slot}", owner
+    if consumers and owner is not None:
+        return *_place_of(tracked), owner
     if producer is not None:
         return producer.root, producer.path, f"grad_{tracked.slot}", owner
-    consumer, slot = tracked.consumers[-1]
-    return consumer.root, consumer.path, f"grad_{slot}", owner
+    return *_place_of(tracked), owner
+
+
+def _place_of(tracked: Tracked) -> tuple[str, str, str]:
+    """Return (root, path, slot) of a gradient as its last consumer's."""
+    assert tracked.trace is not None
+    number, slot = tracked.consumers[-2:]
+    consumer = tracked.trace.calls[int(number)]
+    return consumer.root, consumer.path, f"grad_{slot}"
 
 
 def _kept(value: Any) -> Any:

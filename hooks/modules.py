@@ -261,11 +261,12 @@ class ModuleHooks:
         parent = stack[-1] if stack else None
         phase = Phase.RECOMPUTE if recomputes else Phase.FORWARD
         call = Call(phase, name.root, name.path, is_eval, parent)
-        call.occurrence = builder.count(phase, name.root, name.path, "", is_eval)
-        call.group = builder.add_group(
-            phase, name.root, name.path, class_name(module), parent.group if parent is not None else -1
-        )
+        call.sites = builder.next_sites(phase, name.root, name.path, "", is_eval)
+        call.occurrence = call.sites.first.occurrence
+        above = parent.group if parent is not None else -1
+        call.group = builder.open_group(call.sites.group(phase, class_name(module), above))
         call.thread = threading.get_ident()
+        call.number = len(builder.calls)
         builder.calls.append(call)
         self.called.add((name.root, name.path))
         arguments = named_arguments(args, kwargs)
@@ -284,7 +285,7 @@ class ModuleHooks:
                 events = builder.add_tensor(site, tensor)
                 builder.top.inputs += tuple(events)
             elif self._is_deep:
-                site = Site(call.phase, call.root, call.path, slot, call.occurrence, call.is_eval)
+                site = call.sites[slot]
                 known = builder.recorded(tensor)
                 sources = known if known else [*above.inputs, *above.children, *above.heard(), *builder.top.received]
                 events = builder.add_again(site, tensor, above.group, sources)
@@ -305,8 +306,7 @@ class ModuleHooks:
         if self._is_deep:
             sources = [*call.inputs, *call.children, *call.heard(), *builder.top.received]
             for slot, tensor in outputs:
-                site = Site(call.phase, call.root, call.path, slot, call.occurrence, call.is_eval)
-                events = builder.add_again(site, tensor, call.group, sources)
+                events = builder.add_again(call.sites[slot], tensor, call.group, sources)
                 call.outputs += tuple(events)
                 builder.remember(tensor, events)
                 if tensor.grad_fn is not None:

@@ -10,8 +10,6 @@ aten::empty_like(Tensor self, ...)                                    gives memo
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +54,9 @@ PASSED_OVER = frozenset({"c10d", "_c10d_functional", "c10d_functional", "profile
 """Namespaces whose operators are not recorded here: collectives are recorded where they complete."""
 
 
+_SEQUENCES = frozenset({list, tuple})
+
+
 class OpFacts(NamedTuple):
     """One operator overload."""
 
@@ -98,11 +99,15 @@ def facts_of(op: Any) -> OpFacts:
     )
 
 
-def named_arguments(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the arguments that a call gives, members of lists as `name.0`, `name.1`."""
-    for name, value in itertools.chain(zip(facts.arguments, args, strict=False), kwargs.items()):
-        if type(value) in (list, tuple) and any(isinstance(member, torch.Tensor) for member in value):
-            for index, member in enumerate(value):
-                yield f"{name}.{index}", member
+def named_arguments(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return (name, value) of the arguments that a call gives, members of lists as `name.0`, `name.1`."""
+    named = [*zip(facts.arguments, args, strict=False), *kwargs.items()]
+    if _SEQUENCES.isdisjoint([type(value) for _, value in named]):
+        return named
+    found: list[tuple[str, Any]] = []
+    for name, value in named:
+        if type(value) in _SEQUENCES and any(isinstance(member, torch.Tensor) for member in value):
+            found += [(f"{name}.{index}", member) for index, member in enumerate(value)]
         else:
-            yield name, value
+            found.append((name, value))
+    return found

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from bitcheck.events import Group, Phase, Site
+from bitcheck.events import Phase, Site
 from bitcheck.hooks.callers import is_sending_objects, weight_in_call
 from bitcheck.hooks.capture import Capture
 from bitcheck.hooks.dynamo import UnseenMode, is_quiet, paused, skip_frame
@@ -33,6 +33,7 @@ from bitcheck.hooks.launches import Kernel, LaunchHooks
 from bitcheck.hooks.lines import Lines
 from bitcheck.hooks.modules import in_backward, named_tensors
 from bitcheck.hooks.op_schema import OpFacts, facts_of, named_arguments
+from bitcheck.hooks.sites import Sites
 from bitcheck.hooks.steps import StepBuilder
 from bitcheck.hooks.tensors import storage_id
 from bitcheck.hooks.threads import ThreadWatch
@@ -62,6 +63,7 @@ _SWEEP = 256
 _MAX_FRAMES_BELOW_OBJECTS = 8
 """How far below a function that sends objects its operations on the pickles are."""
 _PLAIN_SCALARS = frozenset({type(None), bool, int, float, str})
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 PROGRAM = "program"
 """Stands for the module where an operation runs outside all modules."""
 
@@ -80,44 +82,10 @@ class Location(NamedTuple):
     """The autograd node that runs it, "" outside backward."""
 
 
-class Opened(NamedTuple):
-    """An operation that is about to run."""
-
-    where: Location
-    sites: _Sites
-    group: int
-    inputs: tuple[int, ...]
-    written: list[tuple[str, torch.Tensor]]
-    """(slot, tensor) of the arguments that it writes."""
-    storages: set[int | None]
-    """Of these, or where it writes none of all its arguments: a result that lies there is no new tensor."""
-    line: str | None
-    """The Python line that asked for it, where lines are noted."""
-
-
-class _Sites(dict[str, Site]):
-    """Slot -> site of one execution of an operator at one place of the program; the same objects in every step."""
-
-    __slots__ = ("_first", "_group", "_node")
-
-    def __init__(self, first: Site) -> None:
-        super().__init__()
-        self._first = first
-        self._group: Group | None = None
-        self._node = ""
-
-    def add_group(self, builder: StepBuilder, where: Location, facts: OpFacts) -> int:
-        """Open the computation in a step and return its number."""
-        if self._group is None or self._group.parent != where.parent or self._node != where.node:
-            op = f"{facts.name} in {where.node}" if where.node else facts.name
-            self._group = Group("op", where.root, where.path, op, where.parent)
-            self._node = where.node
-        builder.record.groups.append(self._group)
-        return len(builder.record.groups) - 1
-
-    def __missing__(self, slot: str) -> Site:
-        site = self[slot] = self._first._replace(slot=f"{self._first.slot}.{slot}")
-        return site
+Opened = tuple[StepBuilder, Sites, int, tuple[int, ...], list[tuple[str, torch.Tensor]], set[int | None], str | None]
+"""An operation that is about to run: the step; its sites; its group; the events that it is computed from; (slot,
+tensor) of the arguments that it writes; the storages of these, or where it writes none of all its arguments, since a
+result that lies there is no new tensor; the Python line that asked for it, where lines are noted."""
 
 
 class _Memory:
@@ -154,9 +122,11 @@ class OpHooks(UnseenMode):
         self._recorder = recorder
         self._capture = Capture(capture) if capture is not None else None
         self._lines = Lines() if with_lines else None
-        self._memory: dict[int, _Memory] = {}
+        self._memory: dict[int | None, _Memory] = {}
         self._next_sweep = _SWEEP
-        self._places: dict[tuple[Phase, str, str, str, bool], list[_Sites]] = {}
+        self._facts: dict[int, OpFacts] = {}
+        self._last_place: tuple[object, ...] | None = None
+        self._last_location: Location | None = None
         self._scalars: dict[str, tuple[str, tuple[int, ...], int, bytes, bytes, str]] = {}
         self._state: set[int] = set()
         self._no_state: set[int] = set()
@@ -193,9 +163,11 @@ class OpHooks(UnseenMode):
         if types and any(kind.__name__ in DESUGARED for kind in types):
             return NotImplemented  # they go first, and what they do with the tensors inside them is seen
         kwargs = kwargs or {}
-        facts = facts_of(func)
         if not self._recorder.is_active or is_quiet():
             return func(*args, **kwargs)
+        facts = self._facts.get(id(func))  # an operator's own hash is a function of Python's
+        if facts is None:
+            facts = self._facts[id(func)] = facts_of(func)  # which keeps the operator
         self._launches.look()
         if not facts.is_recorded:
             result = func(*args, **kwargs)
@@ -251,23 +223,35 @@ class OpHooks(UnseenMode):
 
     def _locate(self) -> Location:
         recorder = self._recorder
-        optimizers = recorder.optimizers
+        builder = recorder.current
         call = recorder.modules.current
+        node = torch._C._current_autograd_node() if in_backward() else None
+        name = node.name() if node is not None else ""
+        if call is None and not in_backward():
+            return self._locate_outside()
+        # Most operations run where the one before did. A node is known by its number: to hold it would keep its graph.
+        number = node._sequence_nr() if node is not None else -1
+        place = (builder, recorder.gradients.owners, call, number, name)
+        if self._last_place == place and self._last_location is not None:
+            return self._last_location
         if call is not None:
-            builder = recorder.current
-            return Location(builder, call.phase, call.root, call.path, call.group, call.is_eval, _node_name())
-        if in_backward():
-            builder = recorder.current
-            node = torch._C._current_autograd_node()
-            owner = recorder.gradients.owner_of(builder, node) if node is not None else None
-            name = node.name() if node is not None else ""
+            where = Location(builder, call.phase, call.root, call.path, call.group, call.is_eval, name)
+        else:
             if name in DETOURED:
                 _note_detour(builder, name)
+            owner = recorder.gradients.owner_of(builder, node) if node is not None else None
             if owner is None:
-                return Location(builder, Phase.BACKWARD, "", PROGRAM, -1, False, name)
-            return Location(builder, Phase.BACKWARD, owner.root, owner.path, -1, owner.is_eval, name)
-        if optimizers.running is not None:
-            builder, label = optimizers.running
+                where = Location(builder, Phase.BACKWARD, "", PROGRAM, -1, False, name)
+            else:
+                where = Location(builder, Phase.BACKWARD, owner.root, owner.path, -1, owner.is_eval, name)
+        self._last_place, self._last_location = place, where
+        return where
+
+    def _locate_outside(self) -> Location:
+        """Where an operation runs that is in no module's call and not in backward."""
+        recorder = self._recorder
+        if recorder.optimizers.running is not None:
+            builder, label = recorder.optimizers.running
             return Location(builder, Phase.OPTIM, label, "", -1, False, "")
         builder = recorder.between_steps()
         phase = Phase.GRAD if builder.is_after_backward else Phase.FORWARD
@@ -288,29 +272,34 @@ class OpHooks(UnseenMode):
         if given is None:
             return None
         tensors, scalars = given
-        occurrence = builder.count(where.phase, where.root, where.path, facts.name, where.is_eval)
-        sites = self._sites_of(facts, where, occurrence)
-        group = sites.add_group(builder, where, facts)
+        sites = builder.next_sites(where.phase, where.root, where.path, facts.name, where.is_eval)
+        occurrence = sites.first.occurrence
+        group = builder.open_group(sites.group("op", facts.name, where.parent, where.node))
         if self._capture is not None:
             self._save(self._capture, facts, where, occurrence, args, kwargs)
         read: list[tuple[Site, torch.Tensor, tuple[int, ...]]] = []
         written: list[tuple[str, torch.Tensor]] = []
         storages: set[int | None] = set()
         for name, tensor in tensors:
+            storage = storage_id(tensor)
             if facts.written or facts.unread:
                 argument = name.partition(".")[0]
                 if argument in facts.written:
                     written.append((f"{name}.written", tensor))
-                    storages.add(storage_id(tensor))
+                    storages.add(storage)
                 if argument in facts.unread:
                     continue
             else:
-                storages.add(storage_id(tensor))
-            known, writers = self.writers(builder, tensor)
+                storages.add(storage)
             site = sites[name]
-            if not known and not self._is_state(builder, tensor):  # data, whichever phase reads it
-                number = builder.count(Phase.BATCH, where.root, where.path, site.slot, where.is_eval)
-                site = site._replace(phase=Phase.BATCH, occurrence=number)
+            memory = self._memory.get(storage)
+            if memory is not None and not memory.is_gone():
+                writers = memory.events if memory.builder is builder else ()
+            else:
+                writers = ()
+                if not self._is_state(builder, storage):  # data, whichever phase reads it
+                    number = builder.count(Phase.BATCH, where.root, where.path, site.slot, where.is_eval)
+                    site = builder.same(site._replace(phase=Phase.BATCH, occurrence=number))
             read.append((site, tensor, writers))
         inputs = [index for events in builder.add_all_computed(read, group) for index in events]
         if facts.draws:
@@ -320,17 +309,7 @@ class OpHooks(UnseenMode):
         if scalars:
             inputs += self._record_scalars(builder, sites["scalars"], scalars, group)
         line = self._lines.note(where.phase) if self._lines is not None else None
-        return Opened(where, sites, group, tuple(inputs), written, storages, line)
-
-    def _sites_of(self, facts: OpFacts, where: Location, occurrence: int) -> _Sites:
-        key = (where.phase, where.root, where.path, facts.name, where.is_eval)
-        executions = self._places.get(key)
-        if executions is None:
-            executions = self._places[key] = []
-        while len(executions) <= occurrence:
-            first = Site(where.phase, where.root, where.path, facts.name, len(executions), where.is_eval)
-            executions.append(_Sites(first))
-        return executions[occurrence]
+        return builder, sites, group, tuple(inputs), written, storages, line
 
     def _record_scalars(
         self, builder: StepBuilder, site: Site, scalars: list[tuple[str, Any]], group: int
@@ -365,19 +344,15 @@ class OpHooks(UnseenMode):
 
     @paused
     def _end(self, facts: OpFacts, opened: Opened, result: Any) -> None:
-        builder, sites = opened.where.builder, opened.sites
-        outputs = [("out", result)] if type(result) is torch.Tensor else list(named_tensors(result, "out"))
-        gave = [
-            (slot, tensor)
-            for slot, tensor in outputs
-            if _has_bytes(tensor) and storage_id(tensor) not in opened.storages
-        ]
-        wrote = [*opened.written, *gave]
-        added = builder.add_all_computed([(sites[slot], tensor, opened.inputs) for slot, tensor in wrote], opened.group)
+        builder, sites, group, inputs, written, storages, line = opened
+        outputs = [("out", result)] if type(result) is torch.Tensor else named_tensors(result, "out")
+        gave = [pair for pair in outputs if _has_bytes(pair[1]) and storage_id(pair[1]) not in storages]
+        wrote = [*written, *gave]
+        added = builder.add_all_computed([(sites[slot], tensor, inputs) for slot, tensor in wrote], group)
         for number, ((_, tensor), events) in enumerate(zip(wrote, added, strict=True)):
-            if opened.line:
-                builder.record.values.update(dict.fromkeys(events, opened.line))
-            self._note_write(builder, tensor, events, is_new=number >= len(opened.written))
+            if line:
+                builder.record.values.update(dict.fromkeys(events, line))
+            self._note_write(builder, tensor, storage_id(tensor), events, is_new=number >= len(written))
 
     def _record_generator(
         self, facts: OpFacts, where: Location, occurrence: int, group: int, named: dict[str, Any]
@@ -400,57 +375,55 @@ class OpHooks(UnseenMode):
 
     # --- who wrote what
 
-    def writers(self, builder: StepBuilder, tensor: torch.Tensor) -> tuple[bool, tuple[int, ...]]:
-        """Return whether a recorded operation wrote the tensor's memory, and in which events of this step."""
+    def writers(self, builder: StepBuilder, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Return in which events of this step recorded operations last wrote the tensor's memory."""
         storage = storage_id(tensor)
-        memory = self._memory.get(storage) if storage is not None else None
-        if memory is None or memory.is_gone():
-            return False, ()
-        return True, memory.events if memory.builder is builder else ()
+        memory = self._memory.get(storage)
+        if memory is None or memory.is_gone() or memory.builder is not builder:
+            return ()
+        return memory.events
 
     def note_received(self, builder: StepBuilder, tensor: torch.Tensor, events: list[int]) -> None:
         """Note what a collective wrote."""
-        self._note_write(builder, tensor, events, is_new=False)
+        self._note_write(builder, tensor, storage_id(tensor), events, is_new=False)
 
-    def _note_write(self, builder: StepBuilder, tensor: torch.Tensor, events: Sequence[int], is_new: bool) -> None:
-        memory = self._memory_of(tensor)
+    def _note_write(
+        self, builder: StepBuilder, tensor: torch.Tensor, storage: int | None, events: Sequence[int], is_new: bool
+    ) -> None:
+        memory = self._memory_of(tensor, storage)
         if memory is None:
             return
         memory.is_fresh = False
-        covers = is_new or tensor.nbytes >= tensor.untyped_storage().nbytes()
-        if memory.builder is not builder or covers:
+        if is_new or memory.builder is not builder or tensor.nbytes >= tensor.untyped_storage().nbytes():
             memory.builder = builder
             memory.events = tuple(events)
         else:
             memory.events = (*memory.events, *events)
 
-    def _memory_of(self, tensor: torch.Tensor) -> _Memory | None:
-        storage = storage_id(tensor)
-        if storage is None:
-            return None
+    def _memory_of(self, tensor: torch.Tensor, storage: int | None) -> _Memory | None:
         memory = self._memory.get(storage)
-        if memory is None:
+        if memory is not None:
+            if memory.is_gone():
+                memory.begin_again(tensor)
+        elif storage is not None:
             if len(self._memory) >= self._next_sweep:
                 self._sweep()
             memory = self._memory[storage] = _Memory(tensor)
-        elif memory.is_gone():
-            memory.begin_again(tensor)
         return memory
 
     @paused
     def _forget(self, result: Any, is_fresh: bool) -> None:
         """Memory that was just handed out holds nothing yet; what `set_` shows may hold anything."""
         for _, tensor in named_tensors(result, "out"):
-            memory = self._memory_of(tensor) if _has_bytes(tensor) else None
+            memory = self._memory_of(tensor, storage_id(tensor)) if _has_bytes(tensor) else None
             if memory is not None:
                 memory.begin_again(tensor)
                 memory.is_fresh = is_fresh
 
-    def _is_state(self, builder: StepBuilder, tensor: torch.Tensor) -> bool:
+    def _is_state(self, builder: StepBuilder, storage: int | None) -> bool:
         if self._state_of is not builder:
             self._state_of = builder
             self._state, self._no_state = set(), set()
-        storage = storage_id(tensor)
         if storage in self._state:
             return True
         if storage is None or storage in self._no_state:
@@ -474,6 +447,7 @@ class OpHooks(UnseenMode):
         for memory in self._memory.values():
             if memory.builder is not self._recorder.current:
                 memory.builder, memory.events = None, ()
+        self._last_place = self._last_location = None
 
     def _sweep(self) -> None:
         """Drop what is gone. Before long: what is known of a storage keeps a few of its bytes where they lie,
@@ -491,13 +465,8 @@ def _note_detour(builder: StepBuilder, node: str) -> None:
         builder.record.remarks += (remark,)
 
 
-def _node_name() -> str:
-    node = torch._C._current_autograd_node() if in_backward() else None
-    return node.name() if node is not None else ""
-
-
 def _has_bytes(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
+    return type(tensor) in _PLAIN_TENSORS and not tensor.is_meta
 
 
 def _sort_arguments(
@@ -507,10 +476,11 @@ def _sort_arguments(
     tensors: list[tuple[str, torch.Tensor]] = []
     scalars: list[tuple[str, Any]] = []
     for name, value in named_arguments(facts, args, kwargs):
-        if type(value) in _PLAIN_SCALARS:
+        kind = type(value)
+        if kind in _PLAIN_SCALARS:
             scalars.append((name, value))
-        elif isinstance(value, torch.Tensor):
-            if not _has_bytes(value):
+        elif kind in _PLAIN_TENSORS or isinstance(value, torch.Tensor):
+            if kind not in _PLAIN_TENSORS or value.is_meta:
                 return None
             tensors.append((name, value))
         elif _is_scalar(value):

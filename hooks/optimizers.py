@@ -188,8 +188,7 @@ class OptimizerHooks:
         gradients.sort(key=lambda entry: -entry[0])
         sites = []
         for _, (root, path), gradient in gradients:
-            occurrence = builder.count(Phase.GRAD, root, path, "grad", False)
-            sites.append((Site(Phase.GRAD, root, path, "grad", occurrence), gradient))
+            sites.append((builder.next_sites(Phase.GRAD, root, path, "grad", False).first, gradient))
         recorder.sharding.note(builder, builder.add_tensors(sites))
 
     def _record_scalars(self, builder: StepBuilder, optimizer: Optimizer, label: str) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from bitcheck.errors import BitcheckError, RecordingError, UsageError
-from bitcheck.events import Group, Level, Phase, Site, StepKind
+from bitcheck.events import Level, Phase, Site, StepKind
 from bitcheck.hooks.callers import stage_in_call, stages_in_call
 from bitcheck.hooks.collectives import CollectiveHooks
 from bitcheck.hooks.dynamo import is_quiet, on_error, paused
@@ -37,6 +37,7 @@ from bitcheck.hooks.ops import OpHooks
 from bitcheck.hooks.optimizers import OptimizerHooks
 from bitcheck.hooks.rng import generator_states
 from bitcheck.hooks.sharding import Sharding
+from bitcheck.hooks.sites import Known
 from bitcheck.hooks.steps import Digesters, StepBuilder
 from bitcheck.hooks.writer import StepWriter, Store
 
@@ -88,8 +89,7 @@ class Recorder:
         self._writer: StepWriter | None = None
         self._leaf_limit_bytes: int | None = None
         self._digesters = Digesters(self._keeps_leaves, self._on_departure)
-        self._known: dict[Site | Group, Site | Group] = {}
-        """Sites and groups, the same objects in every step."""
+        self._known = Known()
         self._tracked: dict[str, Trackable | Callable[[], Any]] = {}
         self._forward_order: dict[int, int] = {}
         self._lock = threading.RLock()
@@ -323,7 +323,7 @@ class Recorder:
     def _new_step(self, step: int) -> StepBuilder:
         builder = StepBuilder(step, StepKind.STEP, self._is_kept(step), self._digesters, self._known)
         if (ops := self.ops) is not None:
-            builder.writers = lambda tensor: ops.writers(builder, tensor)[1]
+            builder.writers = lambda tensor: ops.writers(builder, tensor)
         if self.collectives is not None:
             completions = self.collectives.completions
             builder.awaited, builder.flying = completions.awaited, completions.flying

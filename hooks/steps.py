@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from bitcheck.digest import digest_bytes
 from bitcheck.errors import DigestError
 from bitcheck.events import Group, Phase, Site, StepColumns, StepKind
 from bitcheck.hooks.sharding import local_part, placement_text
+from bitcheck.hooks.sites import Known, Place, Sites
 from bitcheck.hooks.tensors import (
     PlainValue,
     digest_plain,
@@ -35,11 +36,6 @@ if TYPE_CHECKING:
 
 UNREAD = bytes(16)
 """In place of the digest of a tensor that could not be read; it is counted as unobserved."""
-
-
-_MAX_KNOWN = 131_072
-"""Sites and groups that are used again from step to step; beyond it they are made anew."""
-Named = TypeVar("Named", Site, Group)
 
 
 class Digesters(dict[torch.device, "Digester"]):
@@ -61,9 +57,12 @@ class Call:
     """One call of a module: what went in and came out, as indices into the step's events."""
 
     __slots__ = (
-        "_received", "children", "first_node", "group", "inputs", "is_eval", "last_node", "occurrence", "outputs",
-        "parent", "path", "phase", "root", "thread",
+        "_received", "children", "first_node", "group", "inputs", "is_eval", "last_node", "number", "occurrence",
+        "outputs", "parent", "path", "phase", "root", "sites", "thread",
     )  # fmt: skip
+
+    sites: Sites
+    """Slot -> where what goes in and comes out is recorded; the program itself has none."""
 
     def __init__(self, phase: Phase, root: str, path: str, is_eval: bool, parent: Call | None) -> None:
         self.phase = phase
@@ -81,6 +80,8 @@ class Call:
         self.first_node = self.last_node = 0
         """The range of autograd sequence numbers that its thread drew while it ran."""
         self.thread = 0
+        self.number = -1
+        """Its place among the step's calls; none for what stands for the program."""
 
     def known(self) -> list[int]:
         """Return everything observed of what it computed from and to."""
@@ -103,6 +104,15 @@ class Call:
         return found
 
 
+class _Remembered(weakref.ref[torch.Tensor]):
+    """A tensor that was recorded, which it does not keep; one object, and not a tuple of several."""
+
+    __slots__ = ("events", "version")
+
+    version: int
+    events: tuple[int, ...]
+
+
 class StepBuilder:
     """Collects the events of one step on one rank."""
 
@@ -112,7 +122,7 @@ class StepBuilder:
         kind: StepKind,
         is_kept: bool,
         digesters: Digesters,
-        known: dict[Site | Group, Site | Group] | None = None,
+        known: Known | None = None,
     ) -> None:
         self.record = StepColumns(step, kind)
         self.is_kept = is_kept
@@ -139,30 +149,33 @@ class StepBuilder:
         self.recomputed: dict[tuple[str, str], list[int]] = {}
         """Events of recomputed calls, by module."""
         self._digesters = digesters
-        self._known = known if known is not None else {}
-        self._counts: dict[tuple[Phase, str, str, str, bool], int] = {}
+        self._known = known if known is not None else Known()
+        self.same = self._known.same
+        self._counts: dict[Place, int] = {}
         self._owed: dict[torch.device, dict[int, int]] = {}
         """Event -> ticket of its digest, for each device."""
         self._unsettled: set[int] = set()
-        self._remembered: dict[int, tuple[weakref.ref[torch.Tensor], int, list[int]]] = {}
+        self._remembered: dict[int, _Remembered] = {}
 
-    def remember(self, tensor: torch.Tensor, events: list[int]) -> None:
+    def remember(self, tensor: torch.Tensor, events: Sequence[int]) -> None:
         """Note under which events a tensor was last recorded."""
-        self._remembered[id(tensor)] = (weakref.ref(tensor), version_of(tensor), events)
+        self._remembered[id(tensor)] = held = _Remembered(tensor)
+        held.version = version_of(tensor)
+        held.events = _alone[events[0]] if len(events) == 1 else tuple(events)
 
-    def recorded(self, tensor: torch.Tensor) -> list[int]:
-        """Return the events under which this very tensor was last recorded, [] if it was not.
+    def recorded(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Return the events under which this very tensor was last recorded, () if it was not.
 
         Its bits may have changed since: the event that is made of it now then differs from them.
         """
         held = self._remembered.get(id(tensor))
-        return held[2] if held is not None and held[0]() is tensor else []
+        return held.events if held is not None and held() is tensor else ()
 
     def was_received(self, tensor: torch.Tensor) -> bool:
         """Whether this very tensor was last recorded as what a collective gave."""
         return any(self.record.sites[index].phase is Phase.COMM for index in self.recorded(tensor))
 
-    def add_again(self, site: Site, tensor: torch.Tensor, group: int, inputs: Iterable[int]) -> list[int]:
+    def add_again(self, site: Site, tensor: torch.Tensor, group: int, inputs: Iterable[int]) -> Sequence[int]:
         """Record a tensor that may have been recorded before in this step.
 
         On the CPU it is digested once more, so that a change which no version counter shows is seen.
@@ -172,26 +185,20 @@ class StepBuilder:
         if (
             tensor.is_cpu
             or held is None
-            or held[0]() is not tensor
-            or held[1] != version_of(tensor)
-            or len(held[2]) != 1
+            or held() is not tensor
+            or held.version != version_of(tensor)
+            or len(held.events) != 1
         ):
             return self.add_tensor(site, tensor, group, inputs)
-        record, known = self.record, held[2][0]
+        record, known = self.record, held.events[0]
         index = record.add(
-            self._same(site), record.dtypes[known], record.shapes[known], record.num_bytes[known],
-            record.digests[known], record.leaves[known], group, tuple(inputs),
+            self.same(site), record.dtypes[known], record.shapes[known], record.num_bytes[known],
+            record.digests[known], record.leaves[known], group, self.same(tuple(inputs)),
         )  # fmt: skip
         owed = self._owed.get(tensor.device)
         if owed is not None and known in owed:
             owed[index] = owed[known]
         return [index]
-
-    def _same(self, value: Named) -> Named:
-        """Return the object that stood for an equal site or group before: no new one outlives the call."""
-        if len(self._known) >= _MAX_KNOWN:
-            self._known.clear()
-        return self._known.setdefault(value, value)  # type: ignore[return-value]
 
     @property
     def step(self) -> int:
@@ -200,14 +207,25 @@ class StepBuilder:
 
     def count(self, phase: Phase, root: str, path: str, slot: str, is_eval: bool) -> int:
         """Return how many times this was asked for before: the occurrence of what is recorded next."""
-        key = (phase, root, path, slot, is_eval)
-        occurrence = self._counts.get(key, 0)
-        self._counts[key] = occurrence + 1
-        return occurrence
+        place = self._known.place(phase, root, path, slot, is_eval)
+        number = self._counts.get(place, 0)
+        self._counts[place] = number + 1
+        return number
+
+    def next_sites(self, phase: Phase, root: str, path: str, slot: str, is_eval: bool) -> Sites:
+        """Return the sites of what is recorded next, counted as `count` does."""
+        place = self._known.place(phase, root, path, slot, is_eval)
+        number = self._counts.get(place, 0)
+        self._counts[place] = number + 1
+        return place.execution(number)
 
     def add_group(self, kind: str, root: str, path: str, op: str, parent: int = -1) -> int:
         """Open a computation and return its number."""
-        self.record.groups.append(self._same(Group(kind, root, path, op, parent)))
+        return self.open_group(self.same(Group(kind, root, path, op, parent)))
+
+    def open_group(self, group: Group) -> int:
+        """Open a computation that is described already, and return its number."""
+        self.record.groups.append(group)
         return len(self.record.groups) - 1
 
     def miss(self, sentence: str, count: int = 1) -> None:
@@ -217,19 +235,22 @@ class StepBuilder:
 
     def add_tensor(
         self, site: Site, tensor: torch.Tensor, group: int = -1, inputs: Iterable[int] = (), add_writers: bool = True
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Record a tensor as it is now; return its events, one for each part that it is stored in.
 
         Without `add_writers`, `inputs` are all that it was computed from, also at level `op`.
         """
-        if self.is_kept and self._has_landed(tensor) and not (add_writers and self.writers is not None):
+        if self.is_kept and self._has_landed(tensor):
+            sources = inputs = tuple(inputs)
+            if add_writers and self.writers is not None and (wrote := self.writers(tensor)):
+                sources = tuple(dict.fromkeys((*inputs, *wrote)))
             plain = digest_plain(tensor)  # the short way for what nearly every tensor is
             if plain is not None:
-                return [self.record.add(self._same(site), *plain, group, tuple(inputs))]
+                return _alone[self.record.add(self.same(site), *plain, group, self.same(sources))]
             if tensor.is_cuda:
-                index = self._add_one_on_device(self._same(site), tensor, group, tuple(inputs))
+                index = self._add_one_on_device(self.same(site), tensor, group, self.same(sources))
                 if index is not None:
-                    return [index]
+                    return _alone[index]
         return self.add_tensors([(site, tensor)], group, inputs, add_writers)
 
     def add_computed(self, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]) -> Sequence[int]:
@@ -237,9 +258,9 @@ class StepBuilder:
         if self.is_kept and self._has_landed(tensor):
             plain = digest_plain(tensor)
             if plain is not None:
-                return (self.record.add(site, *plain, group, inputs),)
+                return _alone[self.record.add(site, *plain, group, inputs)]
             if tensor.is_cuda and (index := self._add_one_on_device(site, tensor, group, inputs)) is not None:
-                return (index,)
+                return _alone[index]
         return self.add_tensors([(site, tensor)], group, inputs, add_writers=False)
 
     def add_all_computed(
@@ -252,7 +273,7 @@ class StepBuilder:
         if len(given) > 1 and given[0][1].is_cuda and self.is_kept and all(self._has_landed(t) for _, t, _ in given):
             added = self._add_on_device(given, group)
             if added is not None:
-                return [(index,) for index in added]
+                return [_alone[index] for index in added]
         return [self.add_computed(site, tensor, group, inputs) for site, tensor, inputs in given]
 
     def _has_landed(self, tensor: torch.Tensor) -> bool:
@@ -313,13 +334,13 @@ class StepBuilder:
             return []
         record = self.record
         added: list[int] = []
-        given = tuple(inputs)
+        given = self.same(tuple(inputs))
         writers = self.writers if add_writers else None
         waiting: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         for site, tensor in tensors:
             try:
                 if writers is not None and (wrote := writers(tensor)):
-                    sources = tuple(dict.fromkeys((*given, *wrote)))
+                    sources = self.same(tuple(dict.fromkeys((*given, *wrote))))
                 else:
                     sources = given
                 if (
@@ -334,10 +355,10 @@ class StepBuilder:
                     where, tensor = placement_text(tensor), local
                 index: int | None = None
                 if (plain := digest_plain(tensor)) is not None:
-                    index = record.add(self._same(site), *plain, group, sources)
+                    index = record.add(self.same(site), *plain, group, sources)
                 elif (kind := plain_on_device(tensor)) is not None:
                     self._digesters[tensor.device].check(tensor)
-                    index = record.add(self._same(site), *kind, b"", b"", group, sources)
+                    index = record.add(self.same(site), *kind, b"", b"", group, sources)
                     waiting.setdefault(tensor.device, []).append((index, tensor))
                 if index is not None:
                     added.append(index)
@@ -354,7 +375,7 @@ class StepBuilder:
                         waiting.setdefault(part.device, []).append((len(record), part))
                     shape = tuple(part.shape)
                     index = record.add(
-                        self._same(own), dtype_name(part), shape, part.nbytes, digest, leaves, group, sources
+                        self.same(own), dtype_name(part), shape, part.nbytes, digest, leaves, group, sources
                     )
                     added.append(index)
                     if where := where or placement_text(tensor):
@@ -381,7 +402,7 @@ class StepBuilder:
             own = site._replace(slot=site.slot + suffix) if suffix else site
             if isinstance(part, PlainValue):
                 digest, leaves = digest_value(part)
-                index = self.record.add(self._same(own), part.dtype, part.shape, len(part.data), digest, leaves, group)
+                index = self.record.add(self.same(own), part.dtype, part.shape, len(part.data), digest, leaves, group)
                 self.record.values[index] = part.text
                 added.append(index)
             else:
@@ -393,7 +414,7 @@ class StepBuilder:
         if not self.is_kept:
             return []
         digest, leaves = digest_bytes("uint8", (data.size,), data)
-        return [self.record.add(self._same(site), "uint8", (data.size,), data.size, digest, leaves, group)]
+        return [self.record.add(self.same(site), "uint8", (data.size,), data.size, digest, leaves, group)]
 
     def reserve(self, site: Site, tensor: torch.Tensor, group: int, inputs: Iterable[int]) -> list[int]:
         """Give a strided tensor that is still being written its place; `settle` reads it."""
@@ -401,7 +422,7 @@ class StepBuilder:
             return []
         shape = tuple(tensor.shape)
         index = self.record.add(
-            self._same(site), dtype_name(tensor), shape, tensor.nbytes, UNREAD, b"", group, tuple(inputs)
+            self.same(site), dtype_name(tensor), shape, tensor.nbytes, UNREAD, b"", group, tuple(inputs)
         )
         self._unsettled.add(index)
         return [index]
@@ -437,6 +458,17 @@ class StepBuilder:
                 record.digests[index], record.leaves[index] = known[ticket]
         self._owed.clear()
         return record
+
+
+class _Alone(dict[int, tuple[int]]):
+    """Event -> a tuple of it alone, the same one in every step."""
+
+    def __missing__(self, index: int) -> tuple[int]:
+        self[index] = alone = (index,)
+        return alone
+
+
+_alone = _Alone()
 
 
 def version_of(tensor: torch.Tensor) -> int:
