@@ -50,6 +50,9 @@ xxh3_128: Callable[[Any], bytes] = xxhash.xxh3_128_digest
 """XXH3-128, seed 0, as 16 canonical (big-endian) bytes."""
 
 
+_MAX_READERS = 4_096
+
+
 class _Readers(dict[int, Callable[[int], Any]]):
     """Number of bytes -> what gives a ctypes array of so many that lies at an address.
 
@@ -57,6 +60,8 @@ class _Readers(dict[int, Callable[[int], Any]]):
     """
 
     def __missing__(self, num_bytes: int) -> Callable[[int], Any]:
+        if len(self) >= _MAX_READERS:
+            self.clear()
         self[num_bytes] = read = (ctypes.c_char * num_bytes).from_address
         return read
 

@@ -89,8 +89,10 @@ class Tables:
         self.ranks = [rank for rank in baseline.ranks if rank in present]
         """Ranks that both runs have."""
         self.totals = Totals()
-        self._shorter: dict[str, dict[int, list[int]]] = {}
-        """`baseline` or `candidate` -> last step -> ranks that finished and have fewer steps than in the other run."""
+        self._finished: dict[str, dict[int, tuple[int, int]]] = {}
+        """`baseline` or `candidate` -> rank that finished -> its last step there, and in the other run."""
+        self._longest: dict[str, int] = {}
+        """`baseline` or `candidate` -> the last step of the rank that went furthest."""
         self.differing: dict[int, DifferingRank] = {}
         self.levels_differ = baseline.level != candidate.level
         self.phases: frozenset[Phase] = (
@@ -193,21 +195,21 @@ class Tables:
             ("baseline", ours, last[0], last[1]),
             ("candidate", theirs, last[1], last[0]),
         ):
-            if mine < other:
-                if reader.status == FINISHED:
-                    self._shorter.setdefault(name, {}).setdefault(mine, []).append(rank)
-                else:
-                    self._end_early(name, reader.status, mine, [rank])
+            if reader.status == FINISHED:
+                self._finished.setdefault(name, {})[rank] = (mine, other)
+            elif mine < other:
+                self._end_early(name, reader.status, mine, [rank])
+            self._longest[name] = max(mine, self._longest.get(name, mine))
 
     def _find_those_who_left(self) -> None:
         """Tell a run that was asked for fewer steps from ranks that went while others of their run did not."""
-        for name, shorter in self._shorter.items():
-            found = self.totals.endings.get(name, {})
-            lasts = {*shorter, *(last for _, last in found)}
-            num_ranks = sum(map(len, (*shorter.values(), *found.values())))
-            if len(lasts) > 1 or num_ranks < len(self.ranks):
-                for last, ranks in shorter.items():
-                    self._end_early(name, FINISHED, last, ranks)
+        for name, finished in self._finished.items():
+            left: dict[int, list[int]] = {}
+            for rank, (mine, other) in finished.items():
+                if mine < min(other, self._longest[name]):
+                    left.setdefault(mine, []).append(rank)
+            for last, ranks in left.items():
+                self._end_early(name, FINISHED, last, ranks)
 
     def _end_early(self, name: str, status: str, last: int, ranks: list[int]) -> None:
         totals = self.totals

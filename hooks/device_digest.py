@@ -19,6 +19,7 @@ the flow: tensor -> *digest* -> event; `bitcheck.digest` is the definition, `ker
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ class HostDigester:
     """The portable path: copies a tensor to the host in chunks and digests it there, at once."""
 
     def __init__(self) -> None:
-        self._num_tickets = 0
+        self._numbers = itertools.count()
         self._known: dict[int, Digest] = {}
 
     def check(self, tensor: torch.Tensor) -> None:
@@ -144,9 +145,7 @@ class HostDigester:
         """Digest each tensor now; the training thread waits for the copies."""
         for tensor in tensors:
             self.check(tensor)
-        first = self._num_tickets
-        self._num_tickets += len(tensors)
-        tickets = list(range(first, self._num_tickets))
+        tickets = [next(self._numbers) for _ in tensors]
         self._known.update(zip(tickets, map(digest_tensor, tensors), strict=True))
         return tickets
 

@@ -81,8 +81,8 @@ class Tracked:
         self.op = ""
         """The autograd nodes that compute it."""
         self.events: Sequence[int] = ()
-        self.step: StepBuilder | None = None
-        """Where `events` are."""
+        self.step: int | None = None
+        """The number of the step that `events` are in: to hold the step would keep it alive."""
 
 
 class _Trace:
@@ -407,7 +407,7 @@ class GradientHooks:
     def events_of(self, builder: StepBuilder, parameter: torch.Tensor) -> Sequence[int]:
         """Return the events of a parameter's gradient as it last left autograd in this step."""
         held = self._parameters.get(id(parameter))
-        if held is None or held[0]() is not parameter or held[1].step is not builder:
+        if held is None or held[0]() is not parameter or held[1].step != builder.step:
             return []
         return held[1].events
 
@@ -431,7 +431,7 @@ class GradientHooks:
         site = builder.next_sites(Phase.BACKWARD, root, path, slot, tracked.is_eval).first
         group = self._group(builder, tracked, owner)
         tracked.events = builder.add_tensor(site, gradient, group, self._sources(builder, tracked, owners))
-        tracked.step = builder
+        tracked.step = builder.step
 
     def _sources(self, builder: StepBuilder, tracked: Tracked, owners: list[Call | None]) -> list[int]:
         trace = tracked.trace
@@ -441,7 +441,7 @@ class GradientHooks:
         found: dict[int, None] = {}
         for number in tracked.sources:
             source = trace.tracked[number]
-            if source.step is builder:
+            if source.step == builder.step:
                 found.update(dict.fromkeys(source.events))
         if not tracked.sources:
             found.update(dict.fromkeys(builder.losses))
@@ -449,7 +449,7 @@ class GradientHooks:
             after = min(found, default=0)
             found.update(dict.fromkeys(event for event in builder.received if event > after))
         found.update(dict.fromkeys(builder.gathered))
-        if tracked.slot == "grad" and tracked.step is builder:  # a micro-batch adds to the one before
+        if tracked.slot == "grad" and tracked.step == builder.step:  # a micro-batch adds to the one before
             found.update(dict.fromkeys(tracked.events))
         for call in owners:
             if call is None:

@@ -125,8 +125,8 @@ class OpHooks(UnseenMode):
         self._memory: dict[int | None, _Memory] = {}
         self._next_sweep = _SWEEP
         self._facts: dict[int, OpFacts] = {}
-        self._last_place: tuple[object, ...] | None = None
-        self._last_location: Location | None = None
+        self._last: tuple[tuple[object, ...], Location] | None = None
+        """A place, and the location that it is; in one, for several threads of autograd may run."""
         self._scalars: dict[str, tuple[str, tuple[int, ...], int, bytes, bytes, str]] = {}
         self._state: set[int] = set()
         self._no_state: set[int] = set()
@@ -232,8 +232,9 @@ class OpHooks(UnseenMode):
         # Most operations run where the one before did. A node is known by its number: to hold it would keep its graph.
         number = node._sequence_nr() if node is not None else -1
         place = (builder, recorder.gradients.owners, call, number, name)
-        if self._last_place == place and self._last_location is not None:
-            return self._last_location
+        last = self._last
+        if last is not None and last[0] == place:
+            return last[1]
         if call is not None:
             where = Location(builder, call.phase, call.root, call.path, call.group, call.is_eval, name)
         else:
@@ -244,7 +245,7 @@ class OpHooks(UnseenMode):
                 where = Location(builder, Phase.BACKWARD, "", PROGRAM, -1, False, name)
             else:
                 where = Location(builder, Phase.BACKWARD, owner.root, owner.path, -1, owner.is_eval, name)
-        self._last_place, self._last_location = place, where
+        self._last = place, where
         return where
 
     def _locate_outside(self) -> Location:
@@ -447,7 +448,7 @@ class OpHooks(UnseenMode):
         for memory in self._memory.values():
             if memory.builder is not self._recorder.current:
                 memory.builder, memory.events = None, ()
-        self._last_place = self._last_location = None
+        self._last = None
 
     def _sweep(self) -> None:
         """Drop what is gone. Before long: what is known of a storage keeps a few of its bytes where they lie,

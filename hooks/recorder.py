@@ -19,6 +19,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -323,7 +324,7 @@ class Recorder:
     def _new_step(self, step: int) -> StepBuilder:
         builder = StepBuilder(step, StepKind.STEP, self._is_kept(step), self._digesters, self._known)
         if (ops := self.ops) is not None:
-            builder.writers = lambda tensor: ops.writers(builder, tensor)
+            builder.writers = ops.writers
         if self.collectives is not None:
             completions = self.collectives.completions
             builder.awaited, builder.flying = completions.awaited, completions.flying
@@ -395,8 +396,8 @@ class Recorder:
         self.current = self._new_step(self._closing.step + 1)
         self.num_steps += 1
 
-    def _close_step(self) -> None:
-        """Take the end state and hand the step to the writer."""
+    def _close_step(self, is_aside: bool = False) -> None:
+        """Take the end state and hand the step to the writer; `is_aside`: another thread is training meanwhile."""
         builder = self._closing
         if builder is None:
             return
@@ -405,6 +406,8 @@ class Recorder:
             self._take_state(builder, set())
             self._submit(builder)
         self._let_go()
+        if is_aside:
+            return  # what is known of memory is the training thread's; it forgets at the end of its next step
         self.modules.forget()
         if self.ops is not None:
             self.ops.forget()
@@ -522,6 +525,8 @@ class _Held:
         self.tensors = recorder.living_tensors()
         self.holdings = recorder.optimizers.holdings()
         self.is_last_chance = False
+        self._streams = [torch.cuda.current_stream(device) for device in recorder._digesters if device.type == "cuda"]
+        """In which the optimizer wrote what is kept."""
         self._recorder = weakref.ref(recorder)
         trained = {root for root, _ in recorder.optimizers.found_gradients}
         modules = [
@@ -554,9 +559,13 @@ class _Held:
         if not recorder._lock.acquire(blocking=False):
             return  # another thread is at the end of this very step
         try:
-            if recorder._stepped:
-                recorder._open_next()
-            recorder._close_step()
+            writer = recorder._writer
+            with ExitStack() as streams:
+                for stream in self._streams:  # a thread has its own current streams
+                    streams.enter_context(torch.cuda.stream(stream))
+                if recorder._stepped:
+                    recorder._open_next()
+                recorder._close_step(is_aside=writer is not None and writer.is_current())
         finally:
             recorder._lock.release()
 

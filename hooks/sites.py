@@ -12,6 +12,8 @@ from bitcheck.events import Group, Phase, Site
 
 _MAX_KNOWN = 131_072
 """Tuples that are used again from step to step; beyond it they are made anew."""
+_MAX_MEMBERS = 64
+"""Of a tuple that is kept for the next step; few are longer, and those would be much to keep."""
 _MAX_EXECUTIONS = 4_096
 """Executions at one place in one step whose sites are kept."""
 Shared = TypeVar("Shared", bound=tuple[Any, ...])
@@ -73,6 +75,8 @@ class Known:
 
     def same(self, value: Shared) -> Shared:
         """Return the object that stood for an equal one before, so that no new one outlives the call."""
+        if len(value) > _MAX_MEMBERS:
+            return value
         if len(self._values) >= _MAX_KNOWN:
             self._values.clear()
         return self._values.setdefault(value, value)  # type: ignore[return-value]

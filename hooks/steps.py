@@ -131,7 +131,7 @@ class StepBuilder:
         self.has_training_forward = False
         self.is_after_backward = False
         """Between a backward and the next forward: whatever runs now works on gradients."""
-        self.writers: Callable[[torch.Tensor], Sequence[int]] | None = None
+        self.writers: Callable[[StepBuilder, torch.Tensor], Sequence[int]] | None = None
         """At level `op`: in which events the operations are that last wrote a tensor's memory."""
         self.top = Call(Phase.FORWARD, "", "", False, None)
         """Stands for the program itself: holds what the outermost calls took and gave."""
@@ -187,6 +187,7 @@ class StepBuilder:
             or held is None
             or held() is not tensor
             or held.version != version_of(tensor)
+            or held.version < 0  # in inference mode nothing counts versions
             or len(held.events) != 1
         ):
             return self.add_tensor(site, tensor, group, inputs)
@@ -242,7 +243,7 @@ class StepBuilder:
         """
         if self.is_kept and self._has_landed(tensor):
             sources = inputs = tuple(inputs)
-            if add_writers and self.writers is not None and (wrote := self.writers(tensor)):
+            if add_writers and self.writers is not None and (wrote := self.writers(self, tensor)):
                 sources = tuple(dict.fromkeys((*inputs, *wrote)))
             plain = digest_plain(tensor)  # the short way for what nearly every tensor is
             if plain is not None:
@@ -339,7 +340,7 @@ class StepBuilder:
         waiting: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         for site, tensor in tensors:
             try:
-                if writers is not None and (wrote := writers(tensor)):
+                if writers is not None and (wrote := writers(self, tensor)):
                     sources = self.same(tuple(dict.fromkeys((*given, *wrote))))
                 else:
                     sources = given
@@ -383,7 +384,13 @@ class StepBuilder:
             except DigestError as error:
                 self.miss(f"{site.text(False)}: {error}")
         for device, parts in waiting.items():
-            tickets = self._digesters[device].submit_many([part for _, part in parts])
+            try:
+                tickets = self._digesters[device].submit_many([part for _, part in parts])
+            except DigestError as error:  # the device has failed: the program hears of it by itself
+                for index, _ in parts:
+                    record.digests[index] = UNREAD
+                self.miss(str(error), len(parts))
+                continue
             for (index, _), ticket in zip(parts, tickets, strict=True):
                 self._owe(device, index, ticket)
         return added

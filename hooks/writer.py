@@ -39,7 +39,8 @@ class StepWriter:
     def __init__(self, store: Store, on_error: Callable[[BitcheckError], None]) -> None:
         self._store = store
         self._on_error = on_error
-        self._queue: queue.Queue[StepBuilder | Callable[[], None] | None] = queue.Queue()
+        self._queue: queue.SimpleQueue[StepBuilder | Callable[[], None] | threading.Event | None] = queue.SimpleQueue()
+        """A simple one, since the cyclic collector may come by, and put something in, while something is put in."""
         self._room = threading.Semaphore(MAX_WAITING_STEPS)
         self.error: BitcheckError | None = None
         self._late: list[StepBuilder] = []
@@ -66,7 +67,10 @@ class StepWriter:
 
     def drain(self) -> None:
         """Wait until every step that was handed over is on the disk, or was given up."""
-        self._queue.join()
+        done = threading.Event()
+        self._queue.put(done)
+        while not done.wait(0.1) and self._thread.is_alive():
+            pass
 
     def close(self, status: str) -> None:
         """Write what waits and end the file with `status`; a file that lost steps ends as `failed`."""
@@ -80,7 +84,9 @@ class StepWriter:
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
-            if isinstance(work, StepBuilder):
+            if isinstance(work, threading.Event):
+                work.set()
+            elif isinstance(work, StepBuilder):
                 self._write(work)
                 self._room.release()
             else:
@@ -88,8 +94,6 @@ class StepWriter:
                     self._do(work)
             while self._late:
                 self._write(self._late.pop(0))
-            self._queue.task_done()
-        self._queue.task_done()
 
     def _write(self, builder: StepBuilder) -> None:
         try:

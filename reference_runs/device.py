@@ -80,4 +80,7 @@ def prepare(name: str) -> torch.device:
         raise UsageError(
             f"--device cuda: the kernels need FP8 tensor cores and TMA, sm90; this GPU is sm{major}{minor}"
         )
-    return torch.device("cuda", index)
+    device = torch.device("cuda", index)
+    if major == 9:
+        importlib.import_module("bitcheck.reference_runs.gpu.dense").gives_float32(device)
+    return device

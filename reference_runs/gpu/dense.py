@@ -43,8 +43,11 @@ def _has_blockwise_product(device: torch.device) -> bool:
 
 
 @cache
-def _gives_float32(device: torch.device) -> bool:
-    """Ask cuBLAS, once a process, whether its product of 1x128 by 1x128 comes in float32 too."""
+def gives_float32(device: torch.device) -> bool:
+    """Ask cuBLAS, once a process, whether its product of 1x128 by 1x128 comes in float32 too.
+
+    By an operation of its own: `device.prepare` asks, so that no training step has it.
+    """
     ones = quantise_rows(torch.ones(128, 128, dtype=torch.bfloat16, device=device))
     try:
         gemm_cublas(ones, ones, out_dtype=torch.float32)
@@ -98,7 +101,7 @@ def _only(w: Quantised) -> Quantised:
 def wgrad(dy: Quantised, x: Quantised) -> Tensor:
     """Return dy^T x, float32 [N, K], from `dy` [N, T'] and `x` [K, T'], both quantised in columns."""
     device = dy.values.device
-    multiply = gemm_cublas if _has_blockwise_product(device) and _gives_float32(device) else gemm
+    multiply = gemm_cublas if _has_blockwise_product(device) and gives_float32(device) else gemm
     return multiply(dy, x, out_dtype=torch.float32)
 
 

@@ -506,6 +506,32 @@ def test_a_rank_that_left_while_the_others_went_on_ended_early_though_it_says_th
     assert diff_runs(whole, asked_for_less).verdict == "identical"
 
 
+@pytest.mark.parametrize(
+    ("baseline", "candidate", "left"),
+    [
+        ({0: 9, 1: 4}, {0: 6, 1: 4}, None),  # asked for fewer steps; rank 1 does the same in both
+        ({0: 9, 1: 4}, {0: 6, 1: 6}, "baseline"),
+        ({0: 6, 1: 6}, {0: 9, 1: 4}, "candidate"),
+    ],
+)
+def test_whether_a_rank_left_is_told_by_the_others_of_its_own_run(
+    baseline: dict[int, int], candidate: dict[int, int], left: str | None
+) -> None:
+    whole = make_run(num_ranks=2, num_steps=10)
+    ours, theirs = (
+        replace(whole, steps={rank: whole.steps[rank][:count] for rank, count in counts.items()})
+        for counts in (baseline, candidate)
+    )
+    answer = diff_runs(ours, theirs)
+    if left is None:
+        assert answer.verdict == "identical", answer.explanation
+    else:
+        assert (answer.verdict, answer.cause) == ("diverged", "ended-early")
+        assert f"The {left} ended" in answer.explanation or f"The {left} " in answer.explanation
+        assert "rank 1 ended after step 2" in answer.explanation
+        assert "rank 0 ended" not in answer.explanation
+
+
 def test_a_rank_that_left_is_told_beside_what_became_of_the_others() -> None:
     fault = make_run(num_ranks=2, num_steps=6, faults=[(0, 5, "forward/blocks.1:out")])
     left = replace(fault, steps={0: fault.steps[0], 1: fault.steps[1][:4]})

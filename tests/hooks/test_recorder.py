@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +357,29 @@ def test_a_model_that_is_collected_in_the_middle_of_the_recorders_own_work_has_i
     (step,) = [record for record in memory.records if record.kind is StepKind.STEP]
     weights = [event.digest for event in step.events if event.site.phase is Phase.PARAM and event.site.path == "weight"]
     assert weights == [final]
+
+
+@pytest.mark.parametrize("level", ["state", "module", "op"])
+def test_a_step_is_gone_when_it_is_written_though_no_collector_runs(level: str, tmp_path: Path) -> None:
+    frozen, model = nn.Linear(3, 3), nn.Linear(3, 2)
+    whole = nn.Sequential(frozen, model)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    steps = []
+    gc.collect()
+    gc.disable()
+    try:
+        with bitcheck.record(tmp_path / "run", whole, optimizer, level=level) as rec:
+            for number in range(8):
+                frozen.requires_grad_(number < 3)  # its parameters keep the gradients' events of their last step
+                whole(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                steps.append(weakref.ref(rec._recorder.current))
+                rec.step()
+                rec._recorder.drain()
+            assert sum(step() is not None for step in steps) <= 2
+    finally:
+        gc.enable()
 
 
 def test_what_keeps_the_state_for_its_step_is_gone_with_the_step(tmp_path: Path) -> None:

@@ -94,3 +94,18 @@ def test_after_an_error_nothing_waits_for_ever_and_nothing_is_written() -> None:
     writer.close("complete")
     assert store.log == ["failed"]
     assert told == [store.error]
+
+
+def test_what_is_put_behind_the_end_is_waited_for_by_nobody() -> None:
+    store = SlowStore()
+    store.go.set()
+    writer = StepWriter(store, lambda error: None)
+    writer.put(a_step(0))
+    writer.drain()
+    assert store.log == ["step 0"]
+    writer.close("complete")
+    writer.take(lambda: store.log.append("too late"))
+    waits = in_thread(writer.drain)
+    waits.join(10)
+    assert not waits.is_alive()
+    assert store.log == ["step 0", "complete"]

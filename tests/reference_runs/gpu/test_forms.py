@@ -456,7 +456,7 @@ def test_a_weight_gradient_by_cublas_is_that_of_the_kernel(shape: tuple[int, int
         quantise_columns(torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)) for width in (num_outs, num_ins)
     )
     ours, theirs = dense.wgrad(dy, x), gemm(dy, x, out_dtype=torch.float32)
-    print(f"float32 from cuBLAS: {dense._gives_float32(dy.values.device)}")
+    print(f"float32 from cuBLAS: {dense.gives_float32(dy.values.device)}")
     assert ours.dtype == torch.float32
     assert (ours - theirs).norm() < 1e-4 * theirs.norm()
     assert torch.equal(dense.wgrad(dy, x), ours)
