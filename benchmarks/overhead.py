@@ -1,10 +1,11 @@
 """What recording costs a training step on the CPU: bare, `state`, `module`, `op`, and the peers, interleaved.
 
-    python -m benchmarks.overhead --config tiny --rounds 12
+    python -m benchmarks.overhead --config tiny --rounds 8
 
-Every round times one step of each variant on its own copy of the reference trainer, in an order that
-rotates, so that whatever else the machine does falls on all alike. A variant's ratio is the median over
-the rounds of (its step / the bare step of the same round). The peers are what else a PyTorch user has:
+Every round times a few steps in a row of each variant on its own copy of the reference trainer, in an order that
+rotates, so that whatever else the machine does falls on all alike; a recorded variant's last step counts until it is on
+the disk. A variant's ratio is the median over the rounds of (its steps / the bare steps of the same round). The
+peers are what else a PyTorch user has:
 
     DebugMode   torch.utils._debug_mode.DebugMode with the hash of every tensor of every operation; one step each
     naive       copy every gradient, parameter and optimizer tensor to bytes and hash each with sha256
@@ -47,11 +48,16 @@ class Variant:
         """Run one training step."""
         self.trainer.train_step()
 
-    def timed_step(self) -> float:
-        """Run one training step and return how long it took, in seconds."""
+    def finish(self) -> None:
+        """Wait for what a step left to be done."""
+
+    def time_steps(self, count: int) -> float:
+        """Run training steps in a row and return how long one took, in seconds."""
         began = time.perf_counter()
-        self.step()
-        return time.perf_counter() - began
+        for _ in range(count):
+            self.step()
+        self.finish()
+        return (time.perf_counter() - began) / count
 
 
 class Recorded(Variant):
@@ -73,12 +79,14 @@ class Recorded(Variant):
     def step(self) -> None:
         self.trainer.train_step()
         self.recorder.step()
-        self.recorder.drain()  # the writer's share counts, though it mostly overlaps the next step
 
-    def timed_step(self) -> float:
+    def finish(self) -> None:
+        self.recorder.drain()
+
+    def time_steps(self, count: int) -> float:
         self.recorder.attach()
         try:
-            return super().timed_step()
+            return super().time_steps(count)
         finally:
             self.recorder.detach()
 
@@ -118,7 +126,7 @@ PEER_ROUNDS = 1
 """Rounds in which the peers take part: DebugMode needs minutes for a step."""
 
 
-def measure(config: str, rounds: int, folder: Path) -> dict[str, list[float]]:
+def measure(config: str, rounds: int, steps: int, folder: Path) -> dict[str, list[float]]:
     """Return the seconds of each variant's steps, a warm-up round left out: [rounds] each, of a peer [PEER_ROUNDS]."""
     variants: dict[str, Variant] = {"bare": Variant(config)}
     variants |= {str(level): Recorded(config, level, folder) for level in Level}
@@ -129,7 +137,7 @@ def measure(config: str, rounds: int, folder: Path) -> dict[str, list[float]]:
         names = [*variants, *peers] if 1 <= number <= PEER_ROUNDS else list(variants)
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
-            took = (variants | peers)[name].timed_step()
+            took = (variants | peers)[name].time_steps(1 if name in peers else steps)
             if number >= 1:
                 seconds[name].append(took)
         print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
@@ -158,13 +166,16 @@ def main() -> None:
     """Measure and print the table as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="tiny")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=4, help="steps in a row")
     parser.add_argument("--memory-steps", type=int, default=4, help="0 leaves the memory out")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        seconds = measure(options.config, options.rounds, Path(scratch))
+        seconds = measure(options.config, options.rounds, options.steps, Path(scratch))
     memory = measure_memory(options.config, options.memory_steps) if options.memory_steps else {}
-    print(f"`python -m benchmarks.overhead --config {options.config} --rounds {options.rounds}`")
+    print(
+        f"`python -m benchmarks.overhead --config {options.config} --rounds {options.rounds} --steps {options.steps}`"
+    )
     print(
         f"{platform.machine()}, {torch.get_num_threads()} threads of {os.cpu_count()} cores, "
         f"torch {torch.__version__}, Python {platform.python_version()}, bitcheck {bitcheck.__version__}\n"
