@@ -261,7 +261,9 @@ class Injector:
         return get_future
 
     def _patch_wait_tensor(self) -> None:
-        kernel = torch.library.get_kernel("_c10d_functional::wait_tensor", "CPU")
+        # Where the recorder calls PyTorch's own kernel: see hooks/functional_collectives.py.
+        key = "PrivateUse3"
+        kernel = torch.library.get_kernel("_c10d_functional::wait_tensor", key)
         self._library = torch.library.Library("_c10d_functional", "IMPL")
 
         def wait(keys: Any, tensor: torch.Tensor) -> Any:
@@ -270,7 +272,7 @@ class Injector:
                 self._flip(tensor)
             return result
 
-        self._library.impl("wait_tensor", wait, "CPU", with_keyset=True)
+        self._library.impl("wait_tensor", wait, key, with_keyset=True)
 
     def _contribution(self, original: Any) -> Any:
         @functools.wraps(original)

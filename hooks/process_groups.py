@@ -36,7 +36,7 @@ class GroupNames:
 
         world         all ranks, the default group
         0-3  0,2,4    others, by their ranks
-        0-3.tp        what the program calls a group (`group_desc`), or a dimension of a mesh
+        0-3.tp        what the program calls a group (`group_desc`), or a dimension of a mesh; all that it calls so
         world.2       the second of those that have the same ranks and no name, in the order of their first use
 
     PyTorch's own names are numbers that count what a process ever made: one group more, for a checkpoint say,
@@ -51,6 +51,8 @@ class GroupNames:
         """Return the name of a group of these global ranks."""
         word = _given_name(process_group)
         name = ".".join(filter(None, (_ranks_name(ranks), word)))
+        if word:
+            return name  # a mesh made twice has two groups for a dimension, and PyTorch's caches use either
         own = str(process_group.group_name)
         same = self._named.setdefault(name, [""] if name == WORLD else [])
         if process_group is dist.group.WORLD:

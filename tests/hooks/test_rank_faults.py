@@ -13,6 +13,8 @@ CHOSEN = (
     ("ddp", "output"),
     ("fsdp", "result"),
     ("tensor_parallel", "output"),
+    ("tensor_parallel", "result"),
+    ("fsdp_and_tensor_parallel", "output"),  # equal meshes made anew for each recording
     ("pipeline_1f1b", "gradient"),
 )
 """Of each pair of program and kind the last fault: of `ddp` the one on two ranks at once."""
