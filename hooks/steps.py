@@ -208,17 +208,17 @@ class StepBuilder:
 
     def count(self, phase: Phase, root: str, path: str, slot: str, is_eval: bool) -> int:
         """Return how many times this was asked for before: the occurrence of what is recorded next."""
-        place = self._known.place(phase, root, path, slot, is_eval)
-        number = self._counts.get(place, 0)
-        self._counts[place] = number + 1
-        return number
+        return self._take_number(self._known.place(phase, root, path, slot, is_eval))
 
     def next_sites(self, phase: Phase, root: str, path: str, slot: str, is_eval: bool) -> Sites:
         """Return the sites of what is recorded next, counted as `count` does."""
         place = self._known.place(phase, root, path, slot, is_eval)
+        return place.execution(self._take_number(place))
+
+    def _take_number(self, place: Place) -> int:
         number = self._counts.get(place, 0)
         self._counts[place] = number + 1
-        return place.execution(number)
+        return number
 
     def add_group(self, kind: str, root: str, path: str, op: str, parent: int = -1) -> int:
         """Open a computation and return its number."""

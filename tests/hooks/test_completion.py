@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,19 +16,9 @@ from bitcheck.hooks.completion import Completions
 from bitcheck.hooks.recorder import active_recorder
 from bitcheck.hooks.steps import UNREAD
 from bitcheck.run import open_run
+from tests.hooks.programs import train_on_ones as train
 
-
-@pytest.fixture(autouse=True)
-def process_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 def finish(work: dist.Work) -> None:

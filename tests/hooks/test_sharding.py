@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bitcheck
 from bitcheck.events import Phase
 from bitcheck.run import open_run
+from tests.hooks.programs import train_on_ones as train
+
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 PLACED = "mesh=ddp:1; ranks=0; placements=R"
 wrapper: DistributedDataParallel | None = None
 """Where a program keeps its model."""
-
-
-@pytest.fixture(autouse=True)
-def process_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def placements(folder: Path, root: str) -> set[str]:
