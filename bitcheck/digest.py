@@ -97,9 +97,9 @@ def digest_leaves(data: np.ndarray) -> bytes:
     return leaves + xxh3_128(tail + bytes(-len(tail) % PAD_BYTES))
 
 
-def digest_from_leaves(dtype: str, shape: Sequence[int], num_bytes: int, leaves: bytes) -> bytes:
+def digest_from_leaves(dtype: str, shape: Sequence[int], num_bytes: int, leaves: bytes | memoryview) -> bytes:
     """Return the digest of a tensor whose leaf digests are known, 16 bytes."""
-    return xxh3_128(digest_header(dtype, tuple(shape), num_bytes) + leaves)
+    return xxh3_128(b"".join((digest_header(dtype, tuple(shape), num_bytes), leaves)))
 
 
 def begin_digest(dtype: str, shape: Sequence[int], num_bytes: int) -> xxhash.xxh3_128:

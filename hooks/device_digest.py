@@ -28,11 +28,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from bitcheck.digest import DIGEST_BYTES, LEAF_BYTES, begin_digest, num_leaves
+from bitcheck.digest import DIGEST_BYTES, LEAF_BYTES, begin_digest, digest_from_leaves, num_leaves
 from bitcheck.errors import DigestError
 from bitcheck.hooks.kernels.cuda import CudaQueue
-from bitcheck.hooks.kernels.layout import address_of, as_transposed, as_words, row_blocks
-from bitcheck.hooks.kernels.ring import Ring
+from bitcheck.hooks.kernels.layout import FEW_TENSORS, address_of, as_transposed, as_words, row_blocks
+from bitcheck.hooks.kernels.ring import LONG_PAUSE_S, Ring
 from bitcheck.hooks.tensors import Digest, digest_tensor, dtype_name
 
 RING_LEAVES = 2 * 1024 * 1024
@@ -40,8 +40,9 @@ RING_LEAVES = 2 * 1024 * 1024
 SCRATCH_BYTES = 32 * 1024 * 1024
 """A tensor that is not contiguous is copied in pieces of this size: half of an H200's L2."""
 
-FEW_TENSORS = 4
-"""Up to so many tensors cost the host less with a launch each than with a table."""
+MAX_JOINED_BYTES = 128 * 1024
+"""Leaf digests of up to so many bytes are hashed in one call, after a copy. A hash that is updated lets go of the
+interpreter's lock at each call in some versions of xxhash, and has to get it back from the thread that trains."""
 MAX_TABLE_TENSORS = 16384
 """Tensors that one launch takes; the kernel could take 65536."""
 
@@ -182,6 +183,11 @@ class Kernels(Protocol):
 
     def hash_one(self, address: int, num_bytes: int, out_address: int, stream: int) -> None:
         """Write the leaf digests, [L, 16], of the memory at `address`."""
+
+    def hash_few(
+        self, addresses: Sequence[int], sizes: Sequence[int], counts: Sequence[int], out_address: int, stream: int
+    ) -> None:
+        """Write the leaf digests, `counts` of each, of 2 to FEW_TENSORS pieces of memory one after the other."""
 
     def hash_table(self, table_address: int, num_tensors: int, leaves: int, out_address: int, stream: int) -> None:
         """Write the leaf digests of the memory that a table, int64 [3, T], lists."""
@@ -340,7 +346,7 @@ class DeviceDigester:
         self._launch_once(batch, stream)
 
     def _launch_once(self, pieces: _Pieces, stream: int) -> None:
-        """Hash pieces that fit: a few with a launch each, more with one launch and a table."""
+        """Hash pieces that fit in one launch: a few as its arguments, more through a table."""
         if not pieces.sizes:
             return
         if len(pieces.sizes) <= FEW_TENSORS:
@@ -353,12 +359,14 @@ class DeviceDigester:
     def _launch_few(self, pieces: _Pieces, stream: int) -> None:
         counts = [num_leaves(num_bytes) for num_bytes in pieces.sizes]
         flight, slot = self._ring.reserve(sum(counts))
-        for ticket, address, num_bytes, count in zip(
-            pieces.tickets, pieces.addresses, pieces.sizes, counts, strict=True
-        ):
-            self._kernels.hash_one(address, num_bytes, self._ring.address(slot), stream)
-            flight.add(ticket, slot - flight.start, count)
-            slot += count
+        if len(counts) == 1:
+            self._kernels.hash_one(pieces.addresses[0], pieces.sizes[0], self._ring.address(slot), stream)
+        else:
+            self._kernels.hash_few(pieces.addresses, pieces.sizes, counts, self._ring.address(slot), stream)
+        first = slot - flight.start
+        for ticket, count in zip(pieces.tickets, counts, strict=True):
+            flight.add(ticket, first, count)
+            first += count
 
     def _launch_table(self, pieces: _Pieces, stream: int) -> None:
         """Launch for many pieces; their table lies before their leaves in the ring, in pinned memory first."""
@@ -448,11 +456,17 @@ class DeviceDigester:
         """Take a ticket's next leaf digests, 16 bytes each."""
         kind = self._kinds[ticket]
         num_bytes = kind[2]
-        begun = self._begun.pop(ticket, None) if self._begun else None
-        taken, missing, kept = begun or (begin_digest(*kind), num_leaves(num_bytes) * DIGEST_BYTES, b"")
+        missing = num_leaves(num_bytes) * DIGEST_BYTES
+        keeps = self._wishes.keeps_leaves(num_bytes)
+        if len(leaves) == missing <= MAX_JOINED_BYTES:
+            self._known[ticket] = digest_from_leaves(*kind, leaves), bytes(leaves) if keeps else b""
+            del self._kinds[ticket]
+            return
+        begun = self._begun.pop(ticket, None)
+        taken, missing, kept = begun or (begin_digest(*kind), missing, b"")
         taken.update(leaves)
         missing -= len(leaves)
-        if self._wishes.keeps_leaves(num_bytes):
+        if keeps:
             kept += leaves
         if missing:
             self._begun[ticket] = taken, missing, kept
@@ -461,4 +475,4 @@ class DeviceDigester:
         del self._kinds[ticket]
 
     def _land_one(self) -> None:
-        self._ring.land(lambda: False)
+        self._ring.land(lambda: False, LONG_PAUSE_S)

@@ -9,7 +9,8 @@ Importing this module needs triton; whoever wants the kernels imports it late.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ import triton.language as tl
 
 from bitcheck.digest import LEAF_BYTES, digest_leaves, num_leaves
 from bitcheck.errors import DigestError
+from bitcheck.hooks.kernels.layout import FEW_TENSORS
 from bitcheck.hooks.kernels.transpose import transpose_kernel
-from bitcheck.hooks.kernels.xxh3 import SECRET_WORDS, hash_one_kernel, hash_table_kernel
+from bitcheck.hooks.kernels.xxh3 import SECRET_WORDS, hash_few_kernel, hash_one_kernel, hash_table_kernel
 
 BLOCKS_A_LOAD = 16
 """KiB that a program asks for at once (1, 2, 4, 8 or 16)."""
@@ -73,19 +75,34 @@ class LeafKernels:
         options = {"BLOCKS_A_LOAD": BLOCKS_A_LOAD, "num_warps": 1}
         out_address = probe.out.data_ptr()
         one = hash_one_kernel[(1,)](probe.data.data_ptr(), LEAF_BYTES, out_address, self._secret, **options)
+        few = hash_few_kernel[(1,)](
+            *[probe.data.data_ptr()] * 4, *[LEAF_BYTES] * 4, 1, 1, 1, out_address, self._secret, **options
+        )
         table = hash_table_kernel[(1,)](probe.table, probe.num_tensors, out_address, self._secret, **options)
-        self._make_launcher = launcher
-        try:
-            self._one, self._table = launcher(one), launcher(table)
-            self._prove(probe)
-        except (AttributeError, TypeError):  # another Triton, whose inside is another
-            self._make_launcher = plain_launcher
-            self._one, self._table = plain_launcher(one), plain_launcher(table)
-            self._prove(probe)
+        for make in (launcher, plain_launcher):
+            self._make_launcher = make
+            try:
+                self._one, self._few, self._table = make(one), make(few), make(table)
+                self._prove(probe)
+                break
+            except (AttributeError, TypeError):  # another Triton, whose inside is another
+                if make is plain_launcher:
+                    raise
 
     def hash_one(self, address: int, num_bytes: int, out_address: int, stream: int) -> None:
         """Write the leaf digests, [L, 16], of the `num_bytes` (> 0) at `address` to `out_address`."""
         self._one(num_leaves(num_bytes), 1, stream, (address, num_bytes, out_address, *self._constants))
+
+    def hash_few(
+        self, addresses: Sequence[int], sizes: Sequence[int], counts: Sequence[int], out_address: int, stream: int
+    ) -> None:
+        """Write the leaf digests, `counts` of each, of 2 to FEW_TENSORS pieces of memory one after the other."""
+        firsts = list(itertools.accumulate(counts))
+        leaves = firsts.pop()
+        missing = FEW_TENSORS - len(counts)
+        absent = (0,) * missing
+        arguments = (*addresses, *absent, *sizes, *absent, *firsts, *(leaves,) * missing, out_address)
+        self._few(leaves, 1, stream, (*arguments, *self._constants))
 
     def hash_table(self, table_address: int, num_tensors: int, leaves: int, out_address: int, stream: int) -> None:
         """Write the leaf digests of all tensors in a table (int64 [3, T], `leaves` in all) to `out_address`."""
@@ -123,7 +140,14 @@ class LeafKernels:
         for offset, size in probe.SLICES:
             self.hash_one(probe.data.data_ptr() + offset, size, probe.out.data_ptr(), stream)
             found.append(probe.out[: num_leaves(size)].cpu().numpy().tobytes())
-        if found != [b"".join(probe.expected), *probe.expected]:
+        for count in range(2, FEW_TENSORS + 1):
+            pieces = probe.SLICES[1 : 1 + count]
+            counts = [num_leaves(size) for _, size in pieces]
+            addresses = [probe.data.data_ptr() + offset for offset, _ in pieces]
+            self.hash_few(addresses, [size for _, size in pieces], counts, probe.out.data_ptr(), stream)
+            found.append(probe.out[: sum(counts)].cpu().numpy().tobytes())
+        few = [b"".join(probe.expected[1 : 1 + count]) for count in range(2, FEW_TENSORS + 1)]
+        if found != [b"".join(probe.expected), *probe.expected, *few]:
             raise DigestError(
                 "the digest kernel gives other leaf digests on this device than xxhash on the CPU; expected the same "
                 "bits. Digests are taken on the CPU instead; please report the device and the version of triton"

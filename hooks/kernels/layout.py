@@ -16,6 +16,9 @@ _MAX_EXTENT = 2**31 - 1
 _MIN_EXTENT = 8
 """Fewer rows or columns than this are left to an ordinary copy."""
 
+FEW_TENSORS = 4
+"""Up to so many tensors are described to a kernel by its arguments, which cost the host less than a table."""
+
 
 def address_of(tensor: torch.Tensor, num_bytes: int) -> int:
     """Return where a strided tensor's first element lies on its device; 0 for an empty tensor."""

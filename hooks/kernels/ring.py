@@ -28,6 +28,11 @@ from bitcheck.hooks.kernels.cuda import CudaQueue
 MAX_FLIGHTS = 1024
 _NUMBERS = 4096
 """Flights are numbered modulo this, far more than can be under way."""
+_FIRST_PAUSE_S = 20e-6
+SHORT_PAUSE_S = 1e-3
+"""For who has nothing else to do. Each look takes the interpreter's lock from whoever has."""
+LONG_PAUSE_S = 20e-3
+"""For who waits beside a thread that trains, and has the other flights' room for its patience."""
 _STALL_S = 5.0
 """After this long without a landing the device is asked whether it has failed."""
 
@@ -161,10 +166,11 @@ class Ring:
             self._filling = Flight(self._head)
             self._on_departure()
 
-    def land(self, is_enough: Callable[[], bool]) -> bool:
+    def land(self, is_enough: Callable[[], bool], longest_pause_s: float = SHORT_PAUSE_S) -> bool:
         """Wait for the oldest flight, hand out its leaf digests and free its slots; False where none is under way.
 
-        Returns at once where another thread's landing was enough. Raises DigestError where the device has failed.
+        Returns at once where another thread's landing was enough. Between looks it sleeps, up to `longest_pause_s`.
+        Raises DigestError where the device has failed.
         """
         with self._landing:
             if is_enough():
@@ -172,7 +178,7 @@ class Ring:
             if not self._flights:
                 return False
             flight = self._flights[0]
-            self._wait(flight.number)
+            self._wait(flight.number, longest_pause_s)
             at = flight.start % self._capacity
             for ticket, first, count in zip(flight.tickets, flight.firsts, flight.counts, strict=True):
                 start = (at + first) * DIGEST_BYTES
@@ -181,15 +187,15 @@ class Ring:
             self._flights.popleft()
             return True
 
-    def _wait(self, number: int) -> None:
+    def _wait(self, number: int, longest_pause_s: float) -> None:
         """Wait until flight `number` has landed, by looking at memory alone."""
-        pause = 20e-6
+        pause = _FIRST_PAUSE_S
         asked = time.monotonic()
         while (int(self._landed_word[0]) - number) % _NUMBERS >= _NUMBERS // 2:
             if self._failure is not None:
                 raise DigestError(self._failure)
             time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
+            pause = min(2 * pause, longest_pause_s)
             if time.monotonic() - asked > _STALL_S:
                 self._ask_device()
                 asked = time.monotonic()

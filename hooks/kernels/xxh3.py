@@ -358,3 +358,46 @@ def hash_one_kernel(
     start = leaf * 16384
     out_ptr = out_address.to(tl.pointer_type(tl.int64))
     _hash_leaf(address + start, num_bytes - start, leaf, out_ptr, secret_ptr, BLOCKS_A_LOAD)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "address_0", "address_1", "address_2", "address_3",
+        "num_bytes_0", "num_bytes_1", "num_bytes_2", "num_bytes_3",
+        "first_1", "first_2", "first_3", "out_address",
+    ]
+)  # fmt: skip
+def hash_few_kernel(
+    address_0: tl.int64,
+    address_1: tl.int64,
+    address_2: tl.int64,
+    address_3: tl.int64,
+    num_bytes_0: tl.int64,
+    num_bytes_1: tl.int64,
+    num_bytes_2: tl.int64,
+    num_bytes_3: tl.int64,
+    first_1: tl.int64,
+    first_2: tl.int64,
+    first_3: tl.int64,
+    out_address: tl.int64,
+    secret_ptr,
+    BLOCKS_A_LOAD: tl.constexpr,
+):
+    """Hash leaf `program_id` of up to four tensors, leaf `first_n` being tensor n's first; else as `hash_table_kernel`.
+
+    That of a tensor which is not there is the number of leaves of all.
+    """
+    leaf = tl.program_id(0).to(tl.int64)
+    address, num_bytes, first = address_0, num_bytes_0, leaf * 0
+    address = tl.where(leaf >= first_1, address_1, address)
+    num_bytes = tl.where(leaf >= first_1, num_bytes_1, num_bytes)
+    first = tl.where(leaf >= first_1, first_1, first)
+    address = tl.where(leaf >= first_2, address_2, address)
+    num_bytes = tl.where(leaf >= first_2, num_bytes_2, num_bytes)
+    first = tl.where(leaf >= first_2, first_2, first)
+    address = tl.where(leaf >= first_3, address_3, address)
+    num_bytes = tl.where(leaf >= first_3, num_bytes_3, num_bytes)
+    first = tl.where(leaf >= first_3, first_3, first)
+    start = (leaf - first) * 16384
+    out_ptr = out_address.to(tl.pointer_type(tl.int64))
+    _hash_leaf(address + start, num_bytes - start, leaf, out_ptr, secret_ptr, BLOCKS_A_LOAD)

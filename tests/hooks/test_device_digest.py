@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bitcheck.digest import LEAF_BYTES, digest_bytes, digest_leaves
+from bitcheck.digest import LEAF_BYTES, digest_bytes, digest_leaves, num_leaves
 from bitcheck.errors import DigestError
 from bitcheck.hooks.device_digest import DeviceDigester, Digester, HostDigester, Kind, Wishes, open_digester
 from bitcheck.hooks.kernels.cuda import CudaQueue
@@ -148,6 +148,15 @@ class HostKernels:
 
     def hash_one(self, address: int, num_bytes: int, out_address: int, stream: int) -> None:
         self._write(stream, out_address, digest_leaves(np.frombuffer(ctypes.string_at(address, num_bytes), np.uint8)))
+
+    def hash_few(
+        self, addresses: Sequence[int], sizes: Sequence[int], counts: Sequence[int], out_address: int, stream: int
+    ) -> None:
+        found = b""
+        for address, num_bytes, count in zip(addresses, sizes, counts, strict=True):
+            found += digest_leaves(np.frombuffer(ctypes.string_at(address, num_bytes), np.uint8))
+            assert count == num_leaves(num_bytes)
+        self._write(stream, out_address, found)
 
     def hash_table(self, table_address: int, num_tensors: int, leaves: int, out_address: int, stream: int) -> None:
         table = np.frombuffer(ctypes.string_at(table_address, 24 * num_tensors), np.int64).reshape(3, num_tensors)

@@ -41,6 +41,18 @@ class Memory:
         launch(address, size, out.data_ptr(), self.secret, BLOCKS_A_LOAD=blocks_a_load, num_warps=1)
         return out.cpu().numpy().tobytes()
 
+    def hash_few(self, slices: list[tuple[int, int]]) -> bytes:
+        """Leaf digests of 2 to 4 slices (offset, size), one launch, described by its arguments."""
+        counts = [num_leaves(size) for _, size in slices]
+        out = torch.zeros(sum(counts), 16, dtype=torch.uint8, device=self.bytes.device)
+        absent = [0] * (4 - len(slices))
+        addresses = [*(self.bytes.data_ptr() + offset for offset, _ in slices), *absent]
+        sizes = [*(size for _, size in slices), *absent]
+        firsts = [sum(counts[:index]) for index in range(1, 4)]
+        launch = xxh3.hash_few_kernel[(sum(counts),)]
+        launch(*addresses, *sizes, *firsts, out.data_ptr(), self.secret, BLOCKS_A_LOAD=16, num_warps=1)
+        return out.cpu().numpy().tobytes()
+
     def hash_table(self, slices: list[tuple[int, int]]) -> bytes:
         """Leaf digests of many slices (offset, size), one launch."""
         counts = [num_leaves(size) for _, size in slices]
@@ -85,6 +97,14 @@ def test_one_launch_hashes_many_tensors_in_the_order_of_the_table(memory: Memory
     slices = [(0, LEAF_BYTES), (3, 1), (16, 2 * LEAF_BYTES + 5), (8, 24), (1, LEAF_BYTES)]
     expected = b"".join(digest_leaves(DATA[offset : offset + size]) for offset, size in slices)
     assert memory.hash_table(slices) == expected
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_one_launch_hashes_a_few_tensors_that_its_arguments_describe(memory: Memory, count: int) -> None:
+    slices = [(3, LEAF_BYTES + 1), (16, 2 * LEAF_BYTES), (8, 24), (1, LEAF_BYTES)]
+    for order in (slices, slices[::-1]):
+        expected = [digest_leaves(DATA[offset : offset + size]) for offset, size in order[:count]]
+        assert memory.hash_few(order[:count]) == b"".join(expected)
 
 
 @triton.jit
