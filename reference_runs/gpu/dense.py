@@ -33,6 +33,9 @@ from bitcheck.reference_runs.kernels.quantise import (
 )
 from bitcheck.reference_runs.linear import Weight
 
+ROWS_ALIGNMENT = 8
+"""Rows of an operand in 1x128 tiles of which cuBLAS takes multiples only."""
+
 Pair = tuple[Quantised, Quantised]
 """A weight for fprop, [..., N, K], and its transpose for dgrad, [..., K, N]."""
 
@@ -40,6 +43,14 @@ Pair = tuple[Quantised, Quantised]
 @cache
 def _has_blockwise_product(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _is_taken(lhs: Quantised) -> bool:
+    """Whether cuBLAS has a product for as many rows as `lhs` has; other numbers it refuses, whatever the widths are.
+
+    A trainer's micro-batch is a multiple of a chunk of 16 tokens, so this is for who calls a layer with other rows.
+    """
+    return _has_blockwise_product(lhs.values.device) and lhs.values.shape[0] % ROWS_ALIGNMENT == 0
 
 
 @cache
@@ -58,7 +69,7 @@ def gives_float32(device: torch.device) -> bool:
 
 def product(lhs: Quantised, rhs: Quantised, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Return lhs [M, K] times rhs [N, K] transposed, [M, N]; K and N are multiples of 16."""
-    multiply = gemm_cublas if _has_blockwise_product(lhs.values.device) else gemm
+    multiply = gemm_cublas if _is_taken(lhs) else gemm
     return multiply(lhs, rhs, out_dtype=out_dtype)
 
 
@@ -100,8 +111,7 @@ def _only(w: Quantised) -> Quantised:
 
 def wgrad(dy: Quantised, x: Quantised) -> Tensor:
     """Return dy^T x, float32 [N, K], from `dy` [N, T'] and `x` [K, T'], both quantised in columns."""
-    device = dy.values.device
-    multiply = gemm_cublas if _has_blockwise_product(device) and gives_float32(device) else gemm
+    multiply = gemm_cublas if _is_taken(dy) and gives_float32(dy.values.device) else gemm
     return multiply(dy, x, out_dtype=torch.float32)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from bitcheck.reference_runs.experts import Down, WeightedDown
 from bitcheck.reference_runs.linear import GroupedLinear, Linear
 from bitcheck.reference_runs.mla import MLA, rotations
 from bitcheck.reference_runs.model import Model
-from bitcheck.reference_runs.moe import Combine, Dispatch, MoE, make_plan
+from bitcheck.reference_runs.moe import Combine, Dispatch, MoE, TopK, make_plan
 from bitcheck.reference_runs.norm import RMSNorm
 from bitcheck.reference_runs.optimizer import make_optimizer, unscale_and_clip
 from bitcheck.reference_runs.scan import Scan
@@ -88,6 +88,27 @@ def test_a_linear(on_device: OnDevice[Any], precision: Any, relative: float, pow
 def test_a_linear_of_strided_rows_as_a_split_leaves_them(on_device: OnDevice[Any]) -> None:
     x, dy = torch.randn(150, 192).bfloat16()[:, 16:176], torch.randn(150, 160).bfloat16()[:, 40:120]
     assert_agree(on_device, Linear(160, 80, "fp8", 0.1), [x], dy, 2 * BF16_STEP)
+
+
+@pytest.mark.parametrize(("num_rows", "is_taken"), [(150, False), (152, True), (4, False), (4096, True)])
+def test_products_of_rows_that_cublas_refuses_are_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, num_rows: int, is_taken: bool
+) -> None:
+    from bitcheck.reference_runs.gpu import dense
+
+    called: list[str] = []
+
+    def note(name: str) -> Any:
+        return lambda lhs, rhs, out_dtype: called.append(name)
+
+    monkeypatch.setattr(dense, "_has_blockwise_product", lambda device: True)
+    monkeypatch.setattr(dense, "gives_float32", lambda device: True)
+    monkeypatch.setattr(dense, "gemm", note("kernel"))
+    monkeypatch.setattr(dense, "gemm_cublas", note("cublas"))
+    x = dense.Quantised(torch.empty(num_rows, 128), torch.empty(num_rows, 1), 1)
+    dense.product(x, x)
+    dense.wgrad(x, x)
+    assert called == ["cublas" if is_taken else "kernel"] * 2
 
 
 def test_a_linear_whose_width_no_product_takes_falls_back_to_the_portable_form(on_device: OnDevice[Any]) -> None:
@@ -158,12 +179,16 @@ def test_the_heads_products_are_in_full_precision_and_its_gradients_of_a_gradien
 
 @pytest.mark.parametrize("is_fixed", [True, False])
 def test_the_scan(on_device: OnDevice[Any], is_fixed: bool) -> None:
-    wide = torch.randn(2, 32, 3 * 40 + 2 * 16)
+    wide, dy = torch.randn(2, 32, 3 * 40 + 2 * 16), torch.randn(2, 32, 3, 40)
+    tolerance = 1e-5
+    if torch.cuda.is_available():
+        # TF32 there, which cuts an operand of a product by up to 2**-10, and a term of any result is a product of
+        # four at most. Without signs no terms cancel (those of dA do, to a thousandth), so this bounds the sums too.
+        wide, dy, tolerance = wide.abs(), dy.abs(), 4 * 2.0**-10
     x, b, c = wide.split((120, 16, 16), -1)
-    dt, a, d = torch.rand(2, 32, 3) * 0.5, -torch.rand(3) * 3, torch.randn(3)
+    dt, a, d = torch.rand(2, 32, 3) * 0.5, -torch.rand(3) * 3, torch.rand(3)
     operands = [x.unflatten(-1, (3, 40)), dt, a, b, c, d]
-    tolerance = 3e-3 if torch.cuda.is_available() else 1e-5  # TF32 there
-    assert_agree(on_device, Scan(16, is_fixed), operands, torch.randn(2, 32, 3, 40), tolerance)
+    assert_agree(on_device, Scan(16, is_fixed), operands, dy, tolerance)
 
 
 def test_the_convolution_and_the_gate_around_the_scan(on_device: OnDevice[Any]) -> None:
@@ -394,6 +419,37 @@ def test_what_uninitialised_memory_holds_changes_no_bit(
     assert not any(bool(value.isnan().any()) for value in results[1])
 
 
+@contextmanager
+def hooked(model: Model, kind: type[nn.Module] | None, hook: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    """Inside, a tensor that a module of `kind` gives, or one without parts where None, is what `hook` makes of it."""
+
+    def add(name: str, module: nn.Module) -> Any:
+        return module.register_forward_hook(lambda _, __, y: hook(name, y) if isinstance(y, Tensor) else y)
+
+    handles = [
+        add(name, module)
+        for name, module in model.named_modules()
+        if (isinstance(module, kind) if kind is not None else not any(module.children()))
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def loss_and_gradients(model: Model, batch: tuple[Tensor, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    losses = model(*(tensor.to(model.head.weight.device) for tensor in batch))
+    (losses.total * 2.0**16).backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.dtype == torch.float32, name
+        gradients[name] = parameter.grad.cpu().double()
+    return losses.main.item(), gradients
+
+
 @pytest.mark.parametrize("name", ["nano", "nano-hybrid"])
 def test_a_whole_model_has_the_loss_and_the_gradients_of_the_portable_one(
     on_device: OnDevice[Any], monkeypatch: pytest.MonkeyPatch, name: str
@@ -402,25 +458,35 @@ def test_a_whole_model_has_the_loss_and_the_gradients_of_the_portable_one(
 
     if not torch.cuda.is_available():
         monkeypatch.setattr(mixers, "aten", stand_in([]))
-    config = get_config(name)
-    model, batch = whole_model(config)
-    with portable():
-        theirs = model(*batch)
-        (theirs.total * 2.0**16).backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad()
+    model, batch = whole_model(get_config(name))
+    chosen: dict[str, Tensor] = {}
+
+    def keep(name: str, experts_TK: Tensor) -> Tensor:
+        return chosen.setdefault(name, experts_TK)
+
+    def choose_again(name: str, experts_TK: Tensor) -> Tensor:
+        # A rounding turns some tokens to other experts, which says nothing of either form. `TopK` has its own tests.
+        return chosen[name].to(experts_TK.device)
+
+    def move(name: str, y: Tensor) -> Tensor:
+        noise = 1 + BF16_STEP * torch.randn(y.shape)
+        return (y * noise).to(y.dtype) if y.is_floating_point() else y
+
     copied = on_device(model)
-    place = copied.head.weight.device
-    ours = copied(*(tensor.to(place) for tensor in batch))
-    (ours.total * 2.0**16).backward()
-    assert ours.main.item() == pytest.approx(theirs.main.item(), rel=2e-3)
-    for name, parameter in copied.named_parameters():
-        theirs_of = gradients[name]
-        assert parameter.grad is not None and theirs_of is not None, name
-        assert parameter.grad.dtype == torch.float32, name
-        error = (parameter.grad.cpu().double() - theirs_of.double()).norm() / theirs_of.double().norm()
-        # The interpreter truncates BF16, in one direction; what is wired wrongly is off by more than all of it.
-        assert error < (0.25 if torch.cuda.is_available() else 0.7), f"{name}: {error:.3f}"
+    with portable(), hooked(model, TopK, keep):
+        loss, theirs = loss_and_gradients(model, batch)
+    # How far the portable form's gradients go from there when what its modules give is moved by a rounding: FP8's
+    # next code is up to an eighth away, and sums that cancel, as the scan's D, move by more.
+    with portable(), hooked(model, TopK, choose_again), hooked(model, None, move):
+        moved = [loss_and_gradients(model, batch)[1] for _ in range(3)]
+    with hooked(copied, TopK, choose_again):
+        our_loss, ours = loss_and_gradients(copied, batch)
+    assert our_loss == pytest.approx(loss, rel=2e-3)
+    for name, gradient in theirs.items():
+        error = (ours[name] - gradient).norm() / gradient.norm()
+        floor = max(float((other[name] - gradient).norm() / gradient.norm()) for other in moved)
+        # The interpreter, which cuts BF16 off instead of rounding it, comes to 1.1 times.
+        assert error < 2 * floor, f"{name}: {error:.3f}, a rounding moves it by {floor:.3f}"
 
 
 @pytest.mark.parametrize("function", [devices.gpu_forms, devices.gpu_products])
