@@ -81,16 +81,15 @@ def permute_probabilities(prob_TK: Tensor, row_TK: Tensor, slot_R: Tensor) -> Te
     return prob_R
 
 
-def _add_up(y_RD: Tensor, row_TK: Tensor, slot_R: Tensor, is_fixed: bool) -> Tensor:
-    """Return each token's K rows of `y_RD` added in FP32, bfloat16 [T, D]: the switch `moe.combine`."""
-    token_R = slot_R // row_TK.shape[1]
-    return combine_rows(y_RD, row_TK, form="gather" if is_fixed else "atomic", token_of=token_R)
+def _add_up(y_RD: Tensor, row_TK: Tensor, is_fixed: bool) -> Tensor:
+    """Return each token's K rows of `y_RD` added up, bfloat16 [T, D]: the switch `moe.combine`."""
+    return combine_rows(y_RD, row_TK, form="gather" if is_fixed else "atomic")
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, row_TK: Tensor, slot_R: Tensor, is_fp8: bool, is_fixed: bool) -> Tensor:
-        ctx.save_for_backward(row_TK, slot_R)
+        ctx.save_for_backward(row_TK)
         ctx.is_fixed = is_fixed
         if is_fp8:
             # Four bits of mantissa times a power of two is a BF16 number: the experts' cast changes no value.
@@ -99,8 +98,8 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        row_TK, slot_R = ctx.saved_tensors
-        return _add_up(gradients[0].contiguous(), row_TK, slot_R, ctx.is_fixed), None, None, None, None
+        (row_TK,) = ctx.saved_tensors
+        return _add_up(gradients[0].contiguous(), row_TK, ctx.is_fixed), None, None, None, None
 
 
 def dispatch(x_TD: Tensor, row_TK: Tensor, slot_R: Tensor, is_fp8: bool, is_fixed: bool) -> Tensor:
@@ -114,7 +113,7 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, y_RD: Tensor, shared_TD: Tensor, row_TK: Tensor, slot_R: Tensor, is_fixed: bool) -> Tensor:
         ctx.save_for_backward(slot_R)
         ctx.top_k = row_TK.shape[1]
-        return _add_up(y_RD, row_TK, slot_R, is_fixed).add_(shared_TD)
+        return _add_up(y_RD, row_TK, is_fixed).add_(shared_TD)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -2,9 +2,13 @@
 
     gather   the program of token t reads its K rows in slot order k = 0 .. K - 1 and adds them in that
              order (the loop of the kernel); one writer a token
-    atomic   the program of row r adds y[r] to out[token(r)] when it gets there
+    atomic   the program of slot (t, k) adds y[row(t, k)] to out[t] when it gets there
 
-Rows are sorted by expert, so a token's rows lie far apart and arrive in any order. Sums are float32.
+`gather` sums in float32. `atomic` adds into the result itself, in its dtype, as scatter_add_ in Megatron Core's
+unpermute does: bfloat16 is rounded after each addition, so that two that change places show in the result, where a
+float32 sum rounded once hides nearly all of them. A token's programs are launched side by side. In the order of the
+rows, sorted by expert, they would be further apart than all that a GPU runs at a time, and so arrive in the same
+order in each run: deterministic by the look of it, until another GPU, or another load, runs them.
 The backward of the dispatch (each token's row copied to its K experts) is the same sum.
 """
 
@@ -35,13 +39,13 @@ def _gather_kernel(y_ptr, row_of_ptr, out_ptr, num_cols, stride_yr, NUM_SLOTS: t
 
 
 @triton.jit
-def _scatter_kernel(y_ptr, token_of_ptr, out_ptr, num_cols, stride_yr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _scatter_kernel(y_ptr, row_of_ptr, out_ptr, num_cols, stride_yr, NUM_SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    slot = tl.program_id(0).to(tl.int64)  # of all tokens: the K of one are neighbours
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < num_cols
-    token = tl.load(token_of_ptr + row).to(tl.int64)
-    part = tl.load(y_ptr + row * stride_yr + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.atomic_add(out_ptr + token * num_cols + cols, part, mask=mask, sem="relaxed")
+    row = tl.load(row_of_ptr + slot).to(tl.int64)
+    part = tl.load(y_ptr + row * stride_yr + cols, mask=mask, other=0.0).to(out_ptr.dtype.element_ty)
+    tl.atomic_add(out_ptr + slot // NUM_SLOTS * num_cols + cols, part, mask=mask, sem="relaxed")
 
 
 @triton.jit
@@ -66,14 +70,11 @@ def combine(
     *,
     form: CombineForm,
     out_dtype: torch.dtype = torch.bfloat16,
-    token_of: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return out [T, D] from the expert rows `y` [T K, D] (bfloat16 or float32).
 
     `row_of` int32 or int64 [T, K], contiguous: the row of y that holds slot k of token t; together the
-    slots name every row once. `token_of` int32 or int64 [T K], the token of each row, is the same
-    knowledge the other way round, for who has it already: only `atomic` reads it. Raises ValueError for
-    an unknown `form` or shapes that do not fit.
+    slots name every row once. Raises ValueError for an unknown `form` or shapes that do not fit.
     """
     if form not in get_args(CombineForm):
         raise ValueError(f"moe.combine: unknown form {form!r}; expected one of {', '.join(get_args(CombineForm))}")
@@ -89,14 +90,12 @@ def combine(
                 y, row_of, out, num_cols, y.stride(0), NUM_SLOTS=num_slots, BLOCK=BLOCK, num_warps=4
             )
         return out
-    total = torch.zeros(num_tokens, num_cols, dtype=torch.float32, device=y.device)
+    # Triton's interpreter, on a CPU, has no atomic additions in bfloat16.
+    total = torch.zeros(num_tokens, num_cols, dtype=out_dtype if y.is_cuda else torch.float32, device=y.device)
     if total.numel():
-        if token_of is None:
-            # Each row is named once, so this scatter has one writer an element.
-            token_of = torch.empty(num_rows, dtype=torch.int32, device=y.device)
-            tokens = torch.arange(num_tokens, dtype=torch.int32, device=y.device)
-            token_of[row_of.flatten()] = tokens.repeat_interleave(num_slots)
-        _scatter_kernel[(num_rows, grid_cols)](y, token_of, total, num_cols, y.stride(0), BLOCK=BLOCK, num_warps=4)
+        _scatter_kernel[(num_rows, grid_cols)](
+            y, row_of, total, num_cols, y.stride(0), NUM_SLOTS=num_slots, BLOCK=BLOCK, num_warps=4
+        )
     return total.to(out_dtype)
 
 

@@ -76,7 +76,7 @@ def wgrad_case(form: str) -> Run:
 def combine_case(form: str) -> Run:
     y = randn(512 * 8, 1024)
     row_of = torch.randperm(512 * 8, device="cuda").view(512, 8)
-    return lambda: combine(y, row_of, form=form, out_dtype=torch.float32)  # type: ignore[arg-type]
+    return lambda: combine(y, row_of, form=form)  # type: ignore[arg-type]
 
 
 def norm_case(form: str) -> Run:
