@@ -32,7 +32,7 @@ from bitcheck.digest import DIGEST_BYTES, LEAF_BYTES, begin_digest, digest_from_
 from bitcheck.errors import DigestError
 from bitcheck.hooks.kernels.cuda import CudaQueue
 from bitcheck.hooks.kernels.layout import FEW_TENSORS, address_of, as_transposed, as_words, row_blocks
-from bitcheck.hooks.kernels.ring import LONG_PAUSE_S, Ring
+from bitcheck.hooks.kernels.ring import LONG_PAUSE_S, Flight, Ring
 from bitcheck.hooks.tensors import Digest, digest_tensor, dtype_name
 
 RING_LEAVES = 2 * 1024 * 1024
@@ -40,9 +40,9 @@ RING_LEAVES = 2 * 1024 * 1024
 SCRATCH_BYTES = 32 * 1024 * 1024
 """A tensor that is not contiguous is copied in pieces of this size: half of an H200's L2."""
 
-MAX_JOINED_BYTES = 128 * 1024
-"""Leaf digests of up to so many bytes are hashed in one call, after a copy. A hash that is updated lets go of the
-interpreter's lock at each call in some versions of xxhash, and has to get it back from the thread that trains."""
+MAX_JOINED_LEAVES = 8192
+"""Up to so many leaf digests are hashed in one call, after a copy. A hash that is updated lets go of the interpreter's
+lock at each call in some versions of xxhash, and has to get it back from the thread that trains."""
 MAX_TABLE_TENSORS = 16384
 """Tensors that one launch takes; the kernel could take 65536."""
 
@@ -79,10 +79,10 @@ class Digester(Protocol):
     def check(self, tensor: torch.Tensor) -> None:
         """Raise DigestError where `submit_many` could not take this tensor now."""
 
-    def submit_many(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+    def submit_many(self, tensors: Sequence[torch.Tensor], kinds: Sequence[Kind] | None = None) -> list[int]:
         """Capture the bits of strided tensors as they are at this moment on their current stream.
 
-        Returns a ticket for each: a number and no object, for a step has thousands, and what outlives the moment
+        `kinds`: of each, where they are known. Returns a ticket for each: a number and no object, for a step has thousands, and what outlives the moment
         is what sets off Python's cyclic garbage collector. Raises DigestError, and captures none, where `check` would.
         """
 
@@ -142,7 +142,7 @@ class HostDigester:
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise DigestError(_CAPTURING)
 
-    def submit_many(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+    def submit_many(self, tensors: Sequence[torch.Tensor], kinds: Sequence[Kind] | None = None) -> list[int]:
         """Digest each tensor now; the training thread waits for the copies."""
         for tensor in tensors:
             self.check(tensor)
@@ -247,32 +247,34 @@ class DeviceDigester:
                 raise DigestError(_CAPTURING)
             address_of(tensor, tensor.nbytes)
 
-    def submit_many(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+    def submit_many(self, tensors: Sequence[torch.Tensor], kinds: Sequence[Kind] | None = None) -> list[int]:
         """Capture the bits of strided tensors as they are at this moment on the current stream.
 
-        One launch for many. Waits only where the ring is full. Raises DigestError,
+        `kinds`: of each, where they are known. One launch for many. Waits only where the ring is full. Raises DigestError,
         and captures none, where `check` would.
         """
         with _NO_FUNCTION(), self._ring.lock:
             if self._queue.is_capturing():
                 raise DigestError(_CAPTURING)
+            if kinds is None:
+                kinds = [(dtype_name(tensor), tuple(tensor.shape), tensor.nbytes) for tensor in tensors]
             if self._queue.is_current():
-                return self._submit(tensors)
+                return self._submit(tensors, kinds)
             with self._queue.current():
-                return self._submit(tensors)
+                return self._submit(tensors, kinds)
 
-    def _submit(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+    def _submit(self, tensors: Sequence[torch.Tensor], kinds: Sequence[Kind]) -> list[int]:
         tickets = []
         pieces = _Pieces()
         owners, addresses, sizes = pieces.tickets, pieces.addresses, pieces.sizes
         strided: list[tuple[int, torch.Tensor]] = []
-        found = [address_of(tensor, tensor.nbytes) for tensor in tensors]
-        for tensor, address in zip(tensors, found, strict=True):  # some microseconds each: hence so plain
-            num_bytes = tensor.nbytes
-            ticket = self._add_ticket((dtype_name(tensor), tuple(tensor.shape), num_bytes))
+        found = [address_of(tensor, kind[2]) for tensor, kind in zip(tensors, kinds, strict=True)]
+        for tensor, kind, address in zip(tensors, kinds, found, strict=True):  # some microseconds each: hence so plain
+            num_bytes = kind[2]
+            ticket = self._add_ticket(kind)
             tickets.append(ticket)
             if num_bytes == 0:
-                self._receive(ticket, memoryview(b""))
+                self._receive_part(ticket, memoryview(b""))
                 continue
             if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
                 owners.append(ticket)
@@ -452,21 +454,28 @@ class DeviceDigester:
                 self._ring.flush()
         return found
 
-    def _receive(self, ticket: int, leaves: memoryview) -> None:
-        """Take a ticket's next leaf digests, 16 bytes each."""
+    def _receive(self, flight: Flight, landed: memoryview) -> None:
+        """Take the leaf digests of a flight, 16 bytes each."""
+        kinds, known, keeps_leaves = self._kinds, self._known, self._wishes.keeps_leaves
+        for ticket, first, count in zip(flight.tickets, flight.firsts, flight.counts, strict=True):
+            leaves = landed[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]
+            kind = kinds[ticket]
+            num_bytes = kind[2]
+            if count == num_leaves(num_bytes) <= MAX_JOINED_LEAVES:
+                known[ticket] = digest_from_leaves(*kind, leaves), bytes(leaves) if keeps_leaves(num_bytes) else b""
+                del kinds[ticket]
+            else:
+                self._receive_part(ticket, leaves)
+
+    def _receive_part(self, ticket: int, leaves: memoryview) -> None:
+        """Take a ticket's next leaf digests."""
         kind = self._kinds[ticket]
         num_bytes = kind[2]
-        missing = num_leaves(num_bytes) * DIGEST_BYTES
-        keeps = self._wishes.keeps_leaves(num_bytes)
-        if len(leaves) == missing <= MAX_JOINED_BYTES:
-            self._known[ticket] = digest_from_leaves(*kind, leaves), bytes(leaves) if keeps else b""
-            del self._kinds[ticket]
-            return
         begun = self._begun.pop(ticket, None)
-        taken, missing, kept = begun or (begin_digest(*kind), missing, b"")
+        taken, missing, kept = begun or (begin_digest(*kind), num_leaves(num_bytes) * DIGEST_BYTES, b"")
         taken.update(leaves)
         missing -= len(leaves)
-        if keeps:
+        if self._wishes.keeps_leaves(num_bytes):
             kept += leaves
         if missing:
             self._begun[ticket] = taken, missing, kept

@@ -66,15 +66,15 @@ class Flight:
 class Ring:
     """Slots of 16 bytes on a device, and the same number in pinned memory, allocated here and now.
 
-    `receive(ticket, leaf digests)` is called for each part that has landed; the memory of the leaf digests is used
-    again as soon as it returns. `on_departure` is called after each flight's departure by whoever sent it, `lock` held.
+    `receive(flight, its slots' bytes)` is called for each flight that has landed; that memory is used again as soon as
+    it returns. `on_departure` is called after each flight's departure by whoever sent it, `lock` held.
     """
 
     def __init__(
         self,
         queue: CudaQueue,
         num_slots: int,
-        receive: Callable[[int, memoryview], None],
+        receive: Callable[[Flight, memoryview], None],
         on_departure: Callable[[], None] = lambda: None,
     ) -> None:
         self.lock = threading.RLock()
@@ -179,10 +179,8 @@ class Ring:
                 return False
             flight = self._flights[0]
             self._wait(flight.number, longest_pause_s)
-            at = flight.start % self._capacity
-            for ticket, first, count in zip(flight.tickets, flight.firsts, flight.counts, strict=True):
-                start = (at + first) * DIGEST_BYTES
-                self._receive(ticket, self._host_bytes[start : start + count * DIGEST_BYTES])
+            at = flight.start % self._capacity * DIGEST_BYTES
+            self._receive(flight, self._host_bytes[at : at + (flight.end - flight.start) * DIGEST_BYTES])
             self._tail = flight.end
             self._flights.popleft()
             return True
