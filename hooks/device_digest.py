@@ -82,8 +82,9 @@ class Digester(Protocol):
     def submit_many(self, tensors: Sequence[torch.Tensor], kinds: Sequence[Kind] | None = None) -> list[int]:
         """Capture the bits of strided tensors as they are at this moment on their current stream.
 
-        `kinds`: of each, where they are known. Returns a ticket for each: a number and no object, for a step has thousands, and what outlives the moment
-        is what sets off Python's cyclic garbage collector. Raises DigestError, and captures none, where `check` would.
+        `kinds`: of each, where they are known. Returns a ticket for each: a number and no object, for a step has
+        thousands, and what outlives the moment is what sets off Python's cyclic garbage collector. Raises DigestError,
+        and captures none, where `check` would.
         """
 
     def submit(self, tensor: torch.Tensor, kind: Kind) -> int:
@@ -250,8 +251,8 @@ class DeviceDigester:
     def submit_many(self, tensors: Sequence[torch.Tensor], kinds: Sequence[Kind] | None = None) -> list[int]:
         """Capture the bits of strided tensors as they are at this moment on the current stream.
 
-        `kinds`: of each, where they are known. One launch for many. Waits only where the ring is full. Raises DigestError,
-        and captures none, where `check` would.
+        `kinds`: of each, where they are known. One launch for many. Waits only where the ring is full.
+        Raises DigestError, and captures none, where `check` would.
         """
         with _NO_FUNCTION(), self._ring.lock:
             if self._queue.is_capturing():
