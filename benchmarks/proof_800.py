@@ -2,10 +2,13 @@
 
     python -m benchmarks.proof_800 --config tiny --steps 800 --result benchmarks/results/FILE.md
 
-    python -m benchmarks.proof_800 --config lite --device cuda --gpus 3 --level state --no-faults --steps 800
+    python -m benchmarks.proof_800 --config lite --config lite-hybrid --steps 800 --device cuda --gpus 2 --at-once 4 \\
+        --sequences 2 --micro-batches 1 --level state --module-steps 50 --no-faults --checkpoints /dev/shm --limit 550
 
-With several GPUs the first two runs go at once, each on one of them, and the resumed one starts on a third when
-there is a checkpoint to resume from.
+Of each configuration there are three runs, `first`, `second` and `resumed`, and with --module-steps two short ones
+at level module. Up to --at-once of them run at a time, spread over the GPUs; a resumed one goes before others as soon
+as its checkpoint is there. The result is written anew after each run and each comparison, so that what was found is
+on disk whenever this ends; at the --limit runs are stopped, and compared as far as they came.
 
 Then, for each piece of state that a checkpoint holds, the run is resumed without it, and `bitcheck diff`
 has to say so and name it; and with one kernel switched to its atomic form, and `diff` has to blame it.
@@ -18,11 +21,15 @@ import json
 import os
 import platform
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,193 +62,345 @@ SWITCHED = {
 
 
 @dataclass(frozen=True)
+class Job:
+    """One run to make."""
+
+    name: str
+    """Of the folder that it is recorded into."""
+    arguments: tuple[str, ...]
+    checkpoint: Path | None = None
+    """What it resumes from, and cannot start before."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """A run that is being made."""
+
+    gpu: int
+    command: str
+    began: float
+    process: subprocess.Popen[bytes]
+
+
+@dataclass
 class Comparison:
     """One `bitcheck diff`."""
 
     baseline: str
     candidate: str
+    command: str
+    verdict: str
     answer: dict[str, Any]
-    seconds: float
+    """Empty where nothing could be compared; `verdict` says why."""
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether both runs are whole and have the same bits."""
+        return self.verdict == "identical"
 
 
+@dataclass
 class Bench:
-    """Runs commands in one folder and remembers them."""
+    """Runs commands in one folder and keeps a result of what they found so far."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.commands: list[str] = []
+    folder: Path
+    title: str
+    machine: str
+    gpus: int
+    at_once: int
+    deadline: float
+    result: Path | None
+    began: float = field(default_factory=time.perf_counter)
+    lines: list[str] = field(default_factory=list)
+    """A line for each run that has ended."""
+    proofs: list[Comparison] = field(default_factory=list)
+    faults: list[tuple[str, str, Comparison, bool]] = field(default_factory=list)
 
-    def bitcheck(self, *arguments: str, allowed: tuple[int, ...] = (0,)) -> str:
-        """Run `bitcheck ARGUMENTS` and return its output; ends the program where it fails."""
-        self.commands.append("bitcheck " + shlex.join(arguments))
-        click.echo(f"$ {self.commands[-1]}")
-        command = [sys.executable, "-m", "bitcheck", *arguments]
-        done = subprocess.run(command, cwd=self.folder, text=True, stdout=subprocess.PIPE)
-        if done.returncode not in allowed:
-            sys.exit(f"exit status {done.returncode}")
-        return done.stdout
+    def train(self, jobs: list[Job], on_end: Callable[[set[str]], None] = lambda ended: None) -> set[str]:
+        """Make the runs, as many at a time as may be, and return the names of those that came to their end.
 
-    def start(self, gpu: int, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start `bitcheck ARGUMENTS` on GPU number `gpu` and do not wait for it."""
-        self.commands.append(f"CUDA_VISIBLE_DEVICES={gpu} bitcheck " + shlex.join(arguments))
-        click.echo(f"$ {self.commands[-1]}")
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
-        return subprocess.Popen([sys.executable, "-m", "bitcheck", *arguments], cwd=self.folder, env=environment)
+        `on_end` gets those names so far after each run.
+        """
+        waiting, running, ended = list(jobs), dict[str, Running](), set[str]()
+        with _stopping(running):
+            while waiting or running:
+                over = [name for name, run in running.items() if run.process.poll() is not None]
+                for name in over:
+                    if self._end(name, running.pop(name)):
+                        ended.add(name)
+                for job in [job for job in waiting if _is_hopeless(job, waiting, running)]:
+                    waiting.remove(job)
+                    self._note(f"`{job.name}` was not run: there is no checkpoint")
+                ready = [job for job in waiting if job.checkpoint is None or job.checkpoint.exists()]
+                ready.sort(key=lambda job: job.checkpoint is None)
+                while ready and len(running) < self.at_once:
+                    job = ready.pop(0)
+                    waiting.remove(job)
+                    running[job.name] = self._start(job, [run.gpu for run in running.values()])
+                if over:
+                    on_end(ended)
+                if time.perf_counter() > self.deadline:
+                    names = ", ".join(f"`{name}`" for name in [*running, *(job.name for job in waiting)])
+                    self._note(f"stopped, or not begun, at the limit: {names}")
+                    return ended
+                time.sleep(0.2)
+        return ended
+
+    def _start(self, job: Job, busy: list[int]) -> Running:
+        gpu = min(range(self.gpus), key=busy.count)
+        place = {} if self.gpus == 1 else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        click.echo(f"{self._seconds:4.0f} s  $ {_shown(job.arguments)}{f'  on GPU {gpu}' if place else ''}")
+        with (self.folder / f"{job.name}.log").open("wb") as log:
+            command = [sys.executable, "-m", "bitcheck", *job.arguments]
+            process = subprocess.Popen(
+                command, cwd=self.folder, env=_environment() | place, stdout=log, stderr=subprocess.STDOUT
+            )
+        return Running(gpu, _shown(job.arguments), time.perf_counter(), process)
+
+    def _end(self, name: str, run: Running) -> bool:
+        """Note how a run ended, and return whether well."""
+        took = time.perf_counter() - run.began
+        said = (self.folder / f"{name}.log").read_text(errors="replace").strip().splitlines()
+        last, status = said[-1] if said else "", run.process.returncode
+        if status:
+            click.echo("\n".join(said[-30:]))
+        self._note(f"`{run.command}`: {f'exit status {status}' if status else 'done'} after {took:.0f} s; {last}")
+        return status == 0
+
+    def _note(self, line: str) -> None:
+        click.echo(f"{self._seconds:4.0f} s  {line}")
+        self.lines.append(line)
+        self.write()
+
+    @property
+    def _seconds(self) -> float:
+        return time.perf_counter() - self.began
 
     def diff(self, baseline: str, candidate: str) -> Comparison:
         """Compare two runs and print the verdict."""
-        began = time.perf_counter()
-        answer = json.loads(self.bitcheck("diff", baseline, candidate, "--json", allowed=(0, 1)))
-        first = answer["first"]["site"] if answer["first"] else "no difference"
-        click.echo(f"  {answer['verdict']}: {first} (cause: {answer['cause']})")
-        return Comparison(baseline, candidate, answer, time.perf_counter() - began)
+        arguments = ("diff", baseline, candidate, "--json")
+        command = [sys.executable, "-m", "bitcheck", *arguments]
+        done = subprocess.run(command, cwd=self.folder, env=_environment(), text=True, capture_output=True)
+        answer = json.loads(done.stdout) if done.stdout.startswith("{") else {}
+        verdict = answer["verdict"] if answer else (done.stderr.strip().splitlines() or ["no answer"])[-1]
+        first = answer.get("first")
+        click.echo(f"{self._seconds:4.0f} s  $ {_shown(arguments)}")
+        click.echo(f"        {verdict}: {first['site'] if first else 'no difference'} (cause: {answer.get('cause')})")
+        return Comparison(baseline, candidate, _shown(arguments), verdict, answer)
+
+    def write(self) -> str:
+        """Return the result so far, and write it where it is wanted."""
+        report = "\n".join(self._describe()) + "\n"
+        if self.result is not None:
+            self.result.write_text(report)
+        return report
+
+    def _describe(self) -> Iterator[str]:
+        yield f"# {self.title}"
+        yield ""
+        yield f"{self.machine}; {self._seconds / 60:.1f} minutes in all."
+        yield ""
+        yield f"    python -m benchmarks.proof_800 {shlex.join(sys.argv[1:])}"
+        if self.proofs:
+            yield ""
+            yield "| compared | verdict | steps | events | bytes | command |"
+            yield "|---|---|---|---|---|---|"
+        for proof in self.proofs:
+            compared = proof.answer.get("compared")
+            counts = [f"{compared[key]:,}" for key in ("steps", "events", "bytes")] if compared else ["-"] * 3
+            first = proof.answer.get("first")
+            where = f", step {first['step']}, `{first['site']}`" if first else ""
+            if not first and proof.answer.get("cause"):
+                where = f", {proof.answer['cause']}"
+            cells = [
+                f"{proof.baseline}, {proof.candidate}",
+                f"**{proof.verdict}**{where}",
+                *counts,
+                f"`{proof.command}`",
+            ]
+            yield f"| {' | '.join(cells)} |"
+        if self.faults:
+            yield ""
+            yield "Resumed in the middle with a fault, three steps, compared with the first run:"
+            yield ""
+            yield "| fault | should be found | cause | first | origins | found |"
+            yield "|---|---|---|---|---|---|"
+        for fault, expected, comparison, is_found in self.faults:
+            answer = comparison.answer
+            first = f"step {answer['first']['step']}, `{answer['first']['site']}`" if answer.get("first") else "-"
+            count = len(answer.get("origins", ()))
+            found = "yes" if is_found else "**no**"
+            yield f"| `{fault}` | {expected} | {answer.get('cause')} | {first} | {count} | {found} |"
+        yield ""
+        yield "The runs, in the order in which they ended:"
+        yield ""
+        yield from (f"- {line}" for line in self.lines)
+        yield ""
+
+
+@contextmanager
+def _stopping(running: dict[str, Running]) -> Iterator[None]:
+    """Stop what still runs when this ends, in whatever way, a SIGTERM from `timeout` included."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
+    try:
+        yield
+    finally:
+        for run in running.values():
+            run.process.terminate()
+        for run in running.values():
+            try:
+                run.process.wait(10)
+            except subprocess.TimeoutExpired:
+                run.process.kill()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _is_hopeless(job: Job, waiting: list[Job], running: dict[str, Any]) -> bool:
+    """Whether nothing that runs, or will, makes the checkpoint that `job` waits for."""
+    if job.checkpoint is None or job.checkpoint.exists():
+        return False
+    maker = job.name.replace("resumed", "first")
+    return maker not in running and all(other.name != maker for other in waiting)
+
+
+def _environment() -> dict[str, str]:
+    root = str(Path(__file__).parents[1])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+
+
+def _shown(arguments: tuple[str, ...]) -> str:
+    return "bitcheck " + shlex.join(arguments)
 
 
 @click.command()
-@click.option("--config", "config_name", default="tiny", show_default=True)
+@click.option("--config", "configs", multiple=True, default=("tiny",), show_default=True, help="Repeatable.")
 @click.option("--steps", default=800, show_default=True)
 @click.option("--level", default="module", show_default=True)
+@click.option("--module-steps", default=0, help="Also so many steps twice at level module; 0 for none.")
+@click.option("--sequences", type=int, help="Of a micro-batch; default: the configuration's.")
+@click.option("--micro-batches", type=int, help="Of a step; default: the configuration's.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--gpus", type=click.IntRange(1, 3), default=1, show_default=True, help="Runs at once, each on a GPU.")
+@click.option("--gpus", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--at-once", type=click.IntRange(1), help="Runs at a time; default: one a GPU.")
 @click.option("--faults/--no-faults", default=True, show_default=True, help="Also plan faults and find them.")
+@click.option(
+    "--checkpoints", type=click.Path(path_type=Path), help="Where checkpoints go, such as /dev/shm; default: --folder."
+)
+@click.option("--limit", type=float, default=float("inf"), help="Seconds after which runs are stopped.")
 @click.option("--hardware", default=platform.processor() or platform.machine(), help="What to call this machine.")
 @click.option("--date", default="", help="The day, for the result's first lines.")
-@click.option("--result", type=click.Path(path_type=Path), help="Also write the result to this file.")
+@click.option("--result", type=click.Path(path_type=Path), help="Also write the result to this file, as it grows.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Where runs go; default: a temporary folder.")
 def main(
-    config_name: str,
+    configs: tuple[str, ...],
     steps: int,
     level: str,
+    module_steps: int,
+    sequences: int | None,
+    micro_batches: int | None,
     device: str,
     gpus: int,
+    at_once: int | None,
     faults: bool,
+    checkpoints: Path | None,
+    limit: float,
     hardware: str,
     date: str,
     result: Path | None,
     folder: Path | None,
 ) -> None:
     """Prove that the trainer repeats itself, and that bitcheck says when it does not."""
+    where = torch.cuda.get_device_name() if device == "cuda" else f"threads: {torch.get_num_threads()}"
+    machine = (
+        f"{hardware}{', ' if date else ''}{date}; {where}; PyTorch {torch.__version__}, Python"
+        f" {platform.python_version()}; level `{level}`"
+    )
+    title = f"{steps} steps of {' and '.join(f'`{name}`' for name in configs)}: fresh, fresh again, resumed"
+    sizes = [("--sequences", sequences), ("--micro-batches", micro_batches)]
+    given = tuple(word for option, size in sizes if size is not None for word in (option, str(size)))
     with tempfile.TemporaryDirectory() as temporary:
-        work = folder or Path(temporary)
+        work = (folder or Path(temporary)).absolute()
         work.mkdir(parents=True, exist_ok=True)
-        bench = Bench(work)
-        machine = f"{hardware}{', ' if date else ''}{date}"
-        report, is_good = _prove(bench, config_name, steps, level, device, gpus, faults, machine)
-    click.echo(report)
-    if result is not None:
-        result.write_text(report)
+        saved = (checkpoints or work).absolute() / f"proof-{os.getpid()}"
+        bench = Bench(work, title, machine, gpus, at_once or gpus, time.perf_counter() + limit, result)
+        try:
+            is_good = _prove(bench, configs, steps, level, module_steps, device, given, faults, saved)
+        finally:
+            shutil.rmtree(saved, ignore_errors=True)
+        click.echo(bench.write())
     sys.exit(0 if is_good else 1)
 
 
 def _prove(
-    bench: Bench, config_name: str, steps: int, level: str, device: str, gpus: int, with_faults: bool, machine: str
-) -> tuple[str, bool]:
-    half = steps // 2
-    checkpoint = f"ckpt/step-{half:06d}.pt"
-    train = ("reference", "train", "--config", config_name, "--device", device, "--quiet", "--level", level)
-    began = time.perf_counter()
-    long = (*train, "--steps", str(steps))
-    first = (*long, "--record", "first", "--save-every", str(half), "--out", "ckpt")
-    second = (*long, "--record", "second")
-    resumed = (*long, "--record", "resumed", "--resume", checkpoint)
-    if gpus == 1:
-        for arguments in (first, second, resumed):
-            bench.bitcheck(*arguments)
-    else:
-        _run_at_once(bench, gpus, first, second, resumed, bench.folder / checkpoint)
-    proofs = [bench.diff("first", "second"), bench.diff("first", "resumed")]
-    short = (*train, "--steps", str(half + 3), "--resume", checkpoint)
-    faults: list[tuple[str, str, Comparison, bool]] = []
-    for piece, (cause, part) in EXPECTED.items() if with_faults else ():
-        name = f"without-{piece}"
-        bench.bitcheck(*short, "--record", name, "--leave-out", piece)
-        comparison = bench.diff("first", name)
-        is_named = any(part in origin["site"] for origin in comparison.answer["origins"])
-        is_found = is_named and comparison.answer["cause"] == cause
-        faults.append((f"--leave-out {piece}", f"{cause}, `{part}`", comparison, is_found))
-    for setting, (cause, part) in SWITCHED.items() if with_faults else ():
-        name = f"with-{setting.replace('=', '-')}"
-        bench.bitcheck(*short, "--record", name, "--set", setting)
-        comparison = bench.diff("first", name)
-        first = comparison.answer["first"]
-        is_found = first is not None and part in first["site"] and comparison.answer["cause"] == cause
-        faults.append((f"--set {setting}", f"{cause}, `{part}`", comparison, is_found))
-    seconds = time.perf_counter() - began
-    is_good = all(proof.answer["verdict"] == "identical" for proof in proofs) and all(fault[3] for fault in faults)
-    return _describe(bench, config_name, steps, level, device, machine, proofs, faults, seconds), is_good
-
-
-def _where(device: str) -> str:
-    """Return what the bits depend on besides the machine: the CPU's threads, or which GPU."""
-    return torch.cuda.get_device_name() if device == "cuda" else f"threads: {torch.get_num_threads()}"
-
-
-def _run_at_once(
     bench: Bench,
-    gpus: int,
-    first: tuple[str, ...],
-    second: tuple[str, ...],
-    resumed: tuple[str, ...],
-    checkpoint: Path,
-) -> None:
-    """Run the first two beside one another, and the resumed one on the third GPU as soon as it can, or after them."""
-    running = [bench.start(0, *first), bench.start(1, *second)]
-    if gpus > 2:
-        while not checkpoint.exists() and running[0].poll() is None:  # a name holds a whole checkpoint or none
-            time.sleep(1)
-        running.append(bench.start(2, *resumed))
-    failed = [process.args for process in running if process.wait()]
-    if gpus == 2 and not failed:
-        bench.bitcheck(*resumed)
-    if failed:
-        sys.exit(f"failed: {failed}")
-
-
-def _describe(
-    bench: Bench,
-    config_name: str,
+    configs: tuple[str, ...],
     steps: int,
     level: str,
+    module_steps: int,
     device: str,
-    machine: str,
-    proofs: list[Comparison],
-    faults: list[tuple[str, str, Comparison, bool]],
-    seconds: float,
-) -> str:
-    lines = [
-        f"# {steps} steps of `{config_name}`: fresh, fresh again, resumed",
-        "",
-        f"{machine}; {_where(device)}; PyTorch {torch.__version__},"
-        f" Python {platform.python_version()}; level `{level}`; {seconds / 60:.0f} minutes in all.",
-        "",
-        f"    python -m benchmarks.proof_800 {shlex.join(sys.argv[1:])}",
-        "",
-        "| compared | verdict | steps | events | bytes | time of the diff |",
-        "|---|---|---|---|---|---|",
-    ]
-    for proof in proofs:
-        compared = proof.answer["compared"]
-        lines.append(
-            f"| {proof.baseline}, {proof.candidate} | **{proof.answer['verdict']}** | {compared['steps']:,}"
-            f" | {compared['events']:,} | {compared['bytes']:,} | {proof.seconds:.1f} s |"
-        )
-    if faults:
-        lines += [
-            "",
-            f"Resumed at step {steps // 2} with a fault, three steps, compared with the first run:",
-            "",
-            "| fault | should be found | cause | first | origins | found |",
-            "|---|---|---|---|---|---|",
+    sizes: tuple[str, ...],
+    with_faults: bool,
+    saved: Path,
+) -> bool:
+    half = steps // 2 + 1  # so that --save-every writes one checkpoint, of gigabytes for large configurations
+    jobs, pairs, short_jobs = list[Job](), list[tuple[str, str]](), list[Job]()
+    for config in configs:
+        train = ("reference", "train", "--config", config, "--device", device, *sizes, "--quiet")
+        long = (*train, "--steps", str(steps), "--level", level)
+        out = saved / config
+        checkpoint = out / f"step-{half:06d}.pt"  # a name holds a whole checkpoint or none
+        first, second, resumed = (f"{config}-{name}" for name in ("first", "second", "resumed"))
+        jobs += [
+            Job(first, (*long, "--record", first, "--save-every", str(half), "--out", str(out))),
+            Job(second, (*long, "--record", second)),
+            Job(resumed, (*long, "--record", resumed, "--resume", str(checkpoint)), checkpoint),
         ]
-    for fault, expected, comparison, is_found in faults:
+        pairs += [(first, second), (first, resumed)]
+        if module_steps:
+            names = [f"{config}-module-{number}" for number in (1, 2)]
+            short = (*train, "--steps", str(module_steps), "--level", "module")
+            short_jobs += [Job(name, (*short, "--record", name)) for name in names]
+            pairs.append((names[0], names[1]))
+    compared = set[tuple[str, str]]()
+
+    def compare(ended: set[str]) -> None:
+        for pair in pairs:
+            if pair not in compared and ended.issuperset(pair):
+                compared.add(pair)
+                bench.proofs.append(bench.diff(*pair))
+                bench.write()
+        for config in configs:
+            if f"{config}-resumed" in ended and not with_faults:
+                shutil.rmtree(saved / config, ignore_errors=True)
+
+    ended = bench.train(jobs + short_jobs, compare)
+    # What was cut is compared as far as it came.
+    compare({name for pair in pairs for name in pair if (bench.folder / name / "run.json").exists()})
+    is_good = ended == {job.name for job in jobs + short_jobs} and all(proof.is_identical for proof in bench.proofs)
+    for config in configs if with_faults else ():
+        train = ("reference", "train", "--config", config, "--device", device, *sizes, "--quiet", "--level", level)
+        checkpoint = saved / config / f"step-{half:06d}.pt"
+        short = (*train, "--steps", str(half + 3), "--resume", str(checkpoint))
+        is_good &= _find_faults(bench, config, short)
+    return is_good
+
+
+def _find_faults(bench: Bench, config: str, short: tuple[str, ...]) -> bool:
+    """Plan each fault in three steps from the checkpoint, and tell whether all were found."""
+    planned = [(("--leave-out", piece), cause, part) for piece, (cause, part) in EXPECTED.items()]
+    planned += [(("--set", setting), cause, part) for setting, (cause, part) in SWITCHED.items()]
+    names = [f"{config}-{fault[0].strip('-')}-{fault[1].replace('=', '-')}" for fault, _, _ in planned]
+    commands = [(*short, "--record", name, *fault) for name, (fault, _, _) in zip(names, planned, strict=True)]
+    bench.train([Job(name, command) for name, command in zip(names, commands, strict=True)])
+    for name, (fault, cause, part) in zip(names, planned, strict=True):
+        comparison = bench.diff(f"{config}-first", name)
         answer = comparison.answer
-        first = f"step {answer['first']['step']}, `{answer['first']['site']}`" if answer["first"] else "-"
-        lines.append(
-            f"| `{fault}` | {expected} | {answer['cause']} | {first} | {len(answer['origins'])}"
-            f" | {'yes' if is_found else '**no**'} |"
-        )
-    lines += ["", "The commands:", "", *(f"    {command}" for command in bench.commands)]
-    return "\n".join(lines) + "\n"
+        # What was not restored need not come first; what is switched has to.
+        origins = answer.get("origins", []) if fault[0] == "--leave-out" else [answer.get("first") or {"site": ""}]
+        is_found = any(part in origin["site"] for origin in origins) and answer.get("cause") == cause
+        bench.faults.append((" ".join(fault), f"{cause}, `{part}`", comparison, is_found))
+        bench.write()
+    return all(is_found for *_, is_found in bench.faults)
 
 
 if __name__ == "__main__":

@@ -86,12 +86,14 @@ def save(path: Path, values: Mapping[str, Any], header: Mapping[str, Any]) -> No
 
     Raises CheckpointError where the file cannot be written.
     """
+    # What lies on a GPU crosses to the host once, for its digest and for the file.
+    values = {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
     digests = {name: digest_value(value) for name, value in values.items()}
     content = {
         "format": FORMAT,
         "header": dict(header),
         "header_digest": digest_value(dict(header)),
-        "values": dict(values),
+        "values": values,
         "digests": digests,
     }
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -120,7 +122,8 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises CheckpointError, in one sentence, for what is missing, cut, edited or something else.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        # Mapped: values are read once, for their digests, on the way to where they go.
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no checkpoint there; --save-every writes them") from error
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
