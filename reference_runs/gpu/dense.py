@@ -35,6 +35,8 @@ from bitcheck.reference_runs.linear import Weight
 
 ROWS_ALIGNMENT = 8
 """Rows of an operand in 1x128 tiles of which cuBLAS takes multiples only."""
+SCALES_ALIGNMENT = 4
+"""Scales of a weight's row of blocks, to a multiple of which cuBLAS wants the row padded."""
 
 Pair = tuple[Quantised, Quantised]
 """A weight for fprop, [..., N, K], and its transpose for dgrad, [..., K, N]."""
@@ -81,19 +83,35 @@ def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
 def derive(module: Weight) -> None:
     """Make the codes and scales of `module` anew from its BF16 weight, and those of the transpose beside them.
 
-    The layout is that of the portable form, [E, N, K] and [E, NQ, KQ]; only the rows of scales are padded.
+    The layout is that of the portable form, [E, N, K] and [E, NQ, KQ]; only the rows of scales are padded. The
+    buffers are made the first time, or when the module has been moved, and stay the same tensors after that.
     """
     weight = module.weight.detach()
-    straight, transposed = quantise_weight(weight if weight.dim() == 3 else weight[None])
+    weight = weight if weight.dim() == 3 else weight[None]
+    is_made = _is_laid_out(module, weight)
+    straight, transposed = quantise_weight(weight, out=(module.codes, module.codes_t) if is_made else None)
     for suffix, quantised in (("", straight), ("_t", transposed)):
-        module.register_buffer(f"codes{suffix}", quantised.values, persistent=False)
-        module.register_buffer(f"scale{suffix}", _padded(quantised.scales), persistent=False)
+        if is_made:
+            module.get_buffer(f"scale{suffix}").copy_(quantised.scales)
+        else:
+            module.register_buffer(f"codes{suffix}", quantised.values, persistent=False)
+            module.register_buffer(f"scale{suffix}", _padded(quantised.scales), persistent=False)
+
+
+def _is_laid_out(module: Weight, weight_ENK: Tensor) -> bool:
+    """Whether the module has buffers as `derive` makes them for this weight."""
+    buffers = dict(module.named_buffers(recurse=False))
+    if "codes_t" not in buffers:
+        return False
+    codes, codes_t = buffers["codes"], buffers["codes_t"]
+    is_padded = all(buffers[name].stride(-2) % SCALES_ALIGNMENT == 0 for name in ("scale", "scale_t"))
+    return is_padded and codes.shape == weight_ENK.shape == codes_t.mT.shape and codes.device == weight_ENK.device
 
 
 def _padded(scales_ENK: Tensor) -> Tensor:
-    """Return the scales with rows padded to 4 as cuBLAS wants them, so that no product has to do it."""
+    """Return the scales with rows padded as cuBLAS wants them, so that no product has to do it."""
     num_blocks = scales_ENK.shape[-1]
-    return F.pad(scales_ENK, (0, -num_blocks % 4)).contiguous()[..., :num_blocks]
+    return F.pad(scales_ENK, (0, -num_blocks % SCALES_ALIGNMENT)).contiguous()[..., :num_blocks]
 
 
 def pair(module: Weight, is_grouped: bool = False) -> Pair | None:
@@ -115,6 +133,18 @@ def wgrad(dy: Quantised, x: Quantised) -> Tensor:
     return multiply(dy, x, out_dtype=torch.float32)
 
 
+def products_backward(dy_TN: Tensor, weight: Tensor | Pair, x: Tensor | Quantised) -> tuple[Tensor, Tensor]:
+    """Return (dy w, bfloat16 [T, K]; dy^T x, float32 [N, K]) for bfloat16 `dy_TN`, contiguous.
+
+    In BF16 `weight` is [N, K] and `x` [T, K]; in FP8 they are the weight's pair, and `x` quantised in columns.
+    """
+    if isinstance(weight, Tensor):
+        assert isinstance(x, Tensor)
+        return dy_TN @ weight, mm_fp32(dy_TN.t(), x)
+    assert isinstance(x, Quantised)
+    return product(quantise_rows(dy_TN), weight[1]), wgrad(quantise_columns(dy_TN), x)
+
+
 class _Linear(torch.autograd.Function):
     """y = x w^T. x bfloat16 [T, K], y bfloat16 [T, N], gradient of w float32."""
 
@@ -134,10 +164,9 @@ class _Linear(torch.autograd.Function):
         # Read once: inside a checkpointed region each reading unpacks, and only the first is allowed.
         first, second = ctx.saved_tensors
         if ctx.weights is None:
-            return dy_TN @ second, mm_fp32(dy_TN.t(), first), None, None
-        dx_TK = product(quantise_rows(dy_TN), ctx.weights[1])
+            return *products_backward(dy_TN, second, first), None, None
         x = quantise_columns(Quantised(first, second, 1), power_of_two=ctx.power_of_two)
-        return dx_TK, wgrad(quantise_columns(dy_TN), x), None, None
+        return *products_backward(dy_TN, ctx.weights, x), None, None
 
 
 def linear(module: Weight, x_TK: Tensor, power_of_two: bool) -> Tensor:
@@ -157,8 +186,7 @@ class _WideLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_TK, weight = ctx.saved_tensors
-        dy_TN = gradients[0].bfloat16()
-        return dy_TN @ weight, mm_fp32(dy_TN.t(), x_TK)
+        return products_backward(gradients[0].bfloat16(), weight, x_TK)
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:

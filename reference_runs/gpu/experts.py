@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from bitcheck.reference_runs.gpu.dense import Pair, mm_fp32, pair, product, wgrad
+from bitcheck.reference_runs.gpu.dense import Pair, pair, product, products_backward
 from bitcheck.reference_runs.kernels import swiglu_quantise
 from bitcheck.reference_runs.kernels.grouped_gemm import grouped_dgrad_swiglu, grouped_gemm
 from bitcheck.reference_runs.kernels.grouped_wgrad import grouped_wgrad
@@ -205,11 +205,11 @@ class _Down(torch.autograd.Function):
         first, second = ctx.saved_tensors
         if ctx.weights is None:
             gate_TF, up_TF = first.chunk(2, -1)
-            dh_T2F = swiglu_backward(dy_TD @ second, gate_TF, up_TF)
-            return dh_T2F, mm_fp32(dy_TD.t(), swiglu_forward(gate_TF, up_TF)), None
+            da_TF, dw = products_backward(dy_TD, second, swiglu_forward(gate_TF, up_TF))
+            return swiglu_backward(da_TF, gate_TF, up_TF), dw, None
         h = Quantised(first, second, 1)
-        dh_T2F = cached_swiglu_backward(product(quantise_rows(dy_TD), ctx.weights[1]), h)
-        return dh_T2F, wgrad(quantise_columns(dy_TD), _activate_again(h, None, None)), None
+        da_TF, dw = products_backward(dy_TD, ctx.weights, _activate_again(h, None, None))
+        return cached_swiglu_backward(da_TF, h), dw, None
 
 
 def down(module: Weight, h_T2F: Tensor) -> Tensor:

@@ -204,19 +204,28 @@ def quantise_columns(
 
 
 def quantise_weight(
-    weight: torch.Tensor, *, power_of_two: bool = False, by_bits: bool | None = None
+    weight: torch.Tensor,
+    *,
+    power_of_two: bool = False,
+    by_bits: bool | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[Quantised, Quantised]:
     """Quantise `weight` [N, C] or [E, N, C], contiguous, in blocks of 128x128; return it and its transpose.
 
     The first is for fprop (sums over C), the second, [C, N] or [E, C, N], for dgrad (sums over N). A
-    block's scale is the same in both: the transpose costs no second rounding.
+    block's scale is the same in both: the transpose costs no second rounding. `out` are tensors for
+    the values of both, contiguous; new ones by default.
     """
     if not weight.is_contiguous() or weight.dim() not in (2, 3):
         raise ValueError(f"weight {tuple(weight.shape)}: expected contiguous [N, C] or [experts, N, C]")
     *lead, num_rows, num_cols = weight.shape
     row_blocks, col_blocks = triton.cdiv(num_rows, BLOCK), triton.cdiv(num_cols, BLOCK)
-    values = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
-    values_t = values.new_empty(*lead, num_cols, num_rows)
+    if out is None:
+        values = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+        out = values, values.new_empty(*lead, num_cols, num_rows)
+    values, values_t = out
+    if values.shape != weight.shape or values_t.shape != weight.mT.shape or not all(o.is_contiguous() for o in out):
+        raise ValueError(f"out {[tuple(o.shape) for o in out]}: expected contiguous tensors for {tuple(weight.shape)}")
     scales = torch.empty(*lead, row_blocks, col_blocks, dtype=torch.float32, device=weight.device)
     _weight_kernel[(col_blocks, row_blocks, lead[0] if lead else 1)](
         weight, values, values_t, scales, num_rows, num_cols, col_blocks,

@@ -391,6 +391,27 @@ def test_weights_are_quantised_alike_and_transposed_beside(on_device: OnDevice[A
         assert copied.scale_t.stride(-2) % 4 == 0
 
 
+def test_derived_weights_stay_the_same_tensors_and_are_made_anew_where_the_weight_is_another(
+    on_device: OnDevice[Any],
+) -> None:
+    copied = on_device(GroupedLinear(3, 160, 80, "fp8", 0.1, True))
+    before = {name: (buffer, buffer.clone()) for name, buffer in copied.named_buffers()}
+    with torch.no_grad():
+        copied.weight.mul_(1.7)
+    copied.derive()
+    for name, buffer in copied.named_buffers():
+        was, bits = before[name]
+        assert buffer is was
+        assert not torch.equal(buffer.view(torch.uint8), bits.view(torch.uint8)), name
+    fresh = on_device(copied)
+    for name, buffer in copied.named_buffers():
+        assert torch.equal(fresh.get_buffer(name).view(torch.uint8), buffer.view(torch.uint8)), name
+    copied.keep_groups(1, 2)
+    copied.derive()
+    assert copied.codes_t.shape == (2, 160, 80)
+    assert copied.scale.stride(-2) % 4 == 0
+
+
 def whole_model(config: Config) -> tuple[Model, tuple[Tensor, Tensor]]:
     """A small model of widths for which nothing falls back, and a batch; no dropout, whose generators differ."""
     shape = replace(config.model, kv_lora=48, d_rope=16, expert_width=128, dropout=0.0, init_std=0.05)
