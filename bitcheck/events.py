@@ -163,6 +163,10 @@ class StepRecord:
     """Other facts for a reader: "recompute of blocks.0.drop differs from its forward", ..."""
 
 
+Kind = tuple[str, tuple[int, ...], int]
+"""A tensor's (dtype, shape, number of bytes), as in `Event`: what its digest covers besides its bits."""
+
+
 class StepColumns:
     """A step with a list for each field of its events: what a recorder fills and a rank's file takes.
 
@@ -172,17 +176,16 @@ class StepColumns:
     """
 
     __slots__ = (
-        "digests", "dtypes", "group_of", "groups", "inputs", "kind", "leaves", "num_bytes", "placements",
-        "remarks", "shapes", "sites", "step", "unobserved", "values",
+        "digests", "group_of", "groups", "inputs", "kind", "kinds", "leaves", "placements", "remarks", "sites", "step",
+        "unobserved", "values",
     )  # fmt: skip
 
     def __init__(self, step: int, kind: StepKind) -> None:
         self.step = step
         self.kind = kind
         self.sites: list[Site] = []
-        self.dtypes: list[str] = []
-        self.shapes: list[tuple[int, ...]] = []
-        self.num_bytes: list[int] = []
+        self.kinds: list[Kind] = []
+        """Mostly the same objects in every step: as many tensors are of one kind."""
         self.digests: list[bytes] = []
         self.leaves: list[bytes] = []
         self.group_of: list[int] = []
@@ -202,9 +205,7 @@ class StepColumns:
     def add(
         self,
         site: Site,
-        dtype: str,
-        shape: tuple[int, ...],
-        num_bytes: int,
+        kind: Kind,
         digest: bytes,
         leaves: bytes = b"",
         group: int = -1,
@@ -213,24 +214,33 @@ class StepColumns:
         """Add an event, its fields as in `Event`; return its index."""
         index = len(self.sites)
         self.sites.append(site)
-        self.dtypes.append(dtype)
-        self.shapes.append(shape)
-        self.num_bytes.append(num_bytes)
+        self.kinds.append(kind)
         self.digests.append(digest)
         self.leaves.append(leaves)
         self.group_of.append(group)
         self.inputs.append(inputs)
         return index
 
+    def add_all(
+        self, sites: list[Site], kinds: list[Kind], digest: bytes, group: int, inputs: list[tuple[int, ...]]
+    ) -> range:
+        """Add events of one group that have one digest for now, none of them any leaves; return their indices."""
+        first, count = len(self.sites), len(sites)
+        self.sites += sites
+        self.kinds += kinds
+        self.digests += [digest] * count
+        self.leaves += [b""] * count
+        self.group_of += [group] * count
+        self.inputs += inputs
+        return range(first, first + count)
+
     @classmethod
     def of(cls, record: StepRecord) -> StepColumns:
         """Return a record's columns."""
         columns = cls(record.step, record.kind)
         for index, event in enumerate(record.events):
-            columns.add(
-                event.site, event.dtype, event.shape, event.num_bytes, event.digest, event.leaves, event.group,
-                event.inputs,
-            )  # fmt: skip
+            kind = (event.dtype, event.shape, event.num_bytes)
+            columns.add(event.site, kind, event.digest, event.leaves, event.group, event.inputs)
             if event.value is not None:
                 columns.values[index] = event.value
             if event.placement:
@@ -240,11 +250,8 @@ class StepColumns:
 
     def to_record(self) -> StepRecord:
         """Return the step as a record, an object an event."""
-        fields = zip(
-            self.sites, self.dtypes, self.shapes, self.num_bytes, self.digests, self.leaves, self.group_of, self.inputs,
-            strict=True,
-        )  # fmt: skip
-        events = [Event(*field) for field in fields]
+        fields = zip(self.sites, self.kinds, self.digests, self.leaves, self.group_of, self.inputs, strict=True)
+        events = [Event(site, *kind, *rest) for site, kind, *rest in fields]
         for index, value in self.values.items():
             events[index].value = value
         for index, placement in self.placements.items():

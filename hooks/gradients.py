@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import Node
 
-from bitcheck.events import Level, Phase, Site
+from bitcheck.events import Level, Phase
 from bitcheck.hooks.dynamo import paused, skip_frame
 from bitcheck.hooks.modules import in_backward
 from bitcheck.hooks.steps import Call, StepBuilder
@@ -283,12 +283,10 @@ class GradientHooks:
             recorder.optimizers.record_loss_scales(builder)
             for index, root in enumerate(roots):
                 slot = "value" if len(roots) == 1 else f"value.{index}"
-                occurrence = builder.count(Phase.LOSS, "", "loss", slot, False)
+                site = builder.next_sites(Phase.LOSS, "", "loss", slot, False).first
                 known = builder.recorded(root)
                 sources = known if known else [*builder.top.inputs, *builder.top.children, *builder.top.received]
-                events = builder.add_tensor(
-                    Site(Phase.LOSS, "", "loss", slot, occurrence), root, -1, sources if self._is_deep else ()
-                )
+                events = builder.add_tensor(site, root, -1, sources if self._is_deep else ())
                 builder.losses += events
         if given and not nested:
             builder.losses = [event for tensor in given for event in builder.recorded(tensor)] or builder.losses

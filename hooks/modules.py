@@ -281,7 +281,7 @@ class ModuleHooks:
             is_data = is_outermost and tensor.grad_fn is None and not self._is_activation(tensor)
             is_data = is_data and not builder.was_received(tensor)
             if is_data:
-                site = Site(Phase.BATCH, call.root, call.path, slot, call.occurrence, call.is_eval)
+                site = builder.same(Site(Phase.BATCH, call.root, call.path, slot, call.occurrence, call.is_eval))
                 events = builder.add_tensor(site, tensor)
                 builder.top.inputs += tuple(events)
             elif self._is_deep:

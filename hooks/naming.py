@@ -45,6 +45,8 @@ def wrapped_child(module: nn.Module) -> tuple[str, nn.Module] | None:
 
     PyTorch's wrappers, and any class that owns nothing but one child called `module`.
     """
+    if not len(module._modules):
+        return None
     children = list(module._modules.items())  # a TorchScript module's is no dict
     for name, child in children:
         if name in WRAPPER_COMPONENTS and child is not None:
@@ -198,7 +200,10 @@ class Registry:
 
     def parameter_name(self, parameter: torch.Tensor) -> tuple[str, str] | None:
         """Return (root, path) of a parameter, None for one that was never met."""
-        return _held_name(self._parameters, parameter) or _held_name(self._free, parameter)
+        held = self._parameters.get(id(parameter))  # as `_held_name`, since it is asked thousands of times a step
+        if held is not None and held[0]() is parameter:
+            return held[1]
+        return _held_name(self._free, parameter)
 
     def modules(self) -> Iterator[tuple[str, str, nn.Module]]:
         """Yield (root label, path, module) of every living module, each once, in a fixed order."""
@@ -217,16 +222,19 @@ class Registry:
         """Yield (root, path, tensor, is parameter) of every parameter and buffer, each once."""
         seen: set[int] = set()
         for label, path, module in self.modules():
-            for store, is_parameter in ((module._parameters, True), (module._buffers, False)):
-                for name, tensor in store.items():
-                    if tensor is None or id(tensor) in seen:
-                        continue
-                    seen.add(id(tensor))
+            for name, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                own = _held_name(self._parameters, parameter)
+                if own is None:
                     own = (label, f"{path}.{name}" if path else name)
-                    if is_parameter:
-                        self.add_parameter(tensor, *own)
-                        own = self.parameter_name(tensor) or own
-                    yield *own, tensor, is_parameter
+                    self.add_parameter(parameter, *own)
+                yield *own, parameter, True
+            for name, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield label, f"{path}.{name}" if path else name, buffer, False
 
 
 def _held_name(
@@ -247,6 +255,8 @@ def walk(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, 
         seen.add(id(current))
         wrapped = wrapped_child(current)
         yield path, current, wrapped is not None
+        if not len(current._modules):
+            continue
         children = []
         for name, child in current._modules.items():
             if child is not None:

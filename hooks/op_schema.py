@@ -107,7 +107,12 @@ def named_arguments(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any
     found: list[tuple[str, Any]] = []
     for name, value in named:
         if type(value) in _SEQUENCES and any(isinstance(member, torch.Tensor) for member in value):
-            found += [(f"{name}.{index}", member) for index, member in enumerate(value)]
+            found += zip(_member_names(name, len(value)), value, strict=True)
         else:
             found.append((name, value))
     return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _member_names(name: str, count: int) -> list[str]:
+    return [f"{name}.{index}" for index in range(count)]

@@ -18,14 +18,15 @@ under autograd, so it sees backward and the optimizer as well; it changes no ope
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from bitcheck.events import Phase, Site
+from bitcheck.events import Kind, Phase, Site
 from bitcheck.hooks.callers import is_sending_objects, weight_in_call
 from bitcheck.hooks.capture import Capture
 from bitcheck.hooks.dynamo import UnseenMode, is_quiet, paused, skip_frame
@@ -82,36 +83,38 @@ class Location(NamedTuple):
     """The autograd node that runs it, "" outside backward."""
 
 
-Opened = tuple[StepBuilder, Sites, int, tuple[int, ...], list[tuple[str, torch.Tensor]], set[int | None], str | None]
-"""An operation that is about to run: the step; its sites; its group; the events that it is computed from; (slot,
-tensor) of the arguments that it writes; the storages of these, or where it writes none of all its arguments, since a
+Writes = list[tuple[str, torch.Tensor, int | None]]
+"""(slot, tensor, storage) of what an operation writes."""
+Opened = tuple[StepBuilder, Sites, int, tuple[int, ...], Writes, set[int | None], str | None]
+"""An operation that is about to run: the step; its sites; its group; the events that it is computed from; the
+arguments that it writes; the storages of these, or where it writes none of all its arguments, since a
 result that lies there is no new tensor; the Python line that asked for it, where lines are noted."""
+
+
+_is_gone: Callable[[Any], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
 
 
 class _Memory:
     """Who last wrote a storage. One object serves all that follow each other at one address."""
 
-    __slots__ = ("_weak", "builder", "events", "is_fresh")
+    __slots__ = ("builder", "events", "is_fresh", "weak")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._weak: Any = tensor.untyped_storage()._weak_ref()
+        self.weak: Any = tensor.untyped_storage()._weak_ref()
+        """`_is_gone(memory.weak)`: the storage was freed; another may lie at its address."""
         self.is_fresh = False
         """Handed out and not yet written."""
         self.builder: StepBuilder | None = None
         self.events: tuple[int, ...] = ()
 
-    def is_gone(self) -> bool:
-        """Say whether the storage was freed; another may lie at its address."""
-        return bool(torch.UntypedStorage._expired(self._weak))
-
     def begin_again(self, tensor: torch.Tensor) -> None:
         """Stand for the storage that a tensor has now."""
-        torch.UntypedStorage._free_weak_ref(self._weak)
-        self._weak = tensor.untyped_storage()._weak_ref()
+        torch.UntypedStorage._free_weak_ref(self.weak)
+        self.weak = tensor.untyped_storage()._weak_ref()
         self.is_fresh, self.builder, self.events = False, None, ()
 
     def __del__(self) -> None:
-        torch.UntypedStorage._free_weak_ref(self._weak)
+        torch.UntypedStorage._free_weak_ref(self.weak)
 
 
 class OpHooks(UnseenMode):
@@ -127,7 +130,7 @@ class OpHooks(UnseenMode):
         self._facts: dict[int, OpFacts] = {}
         self._last: tuple[tuple[object, ...], Location] | None = None
         """A place, and the location that it is; in one, for several threads of autograd may run."""
-        self._scalars: dict[str, tuple[str, tuple[int, ...], int, bytes, bytes, str]] = {}
+        self._scalars: dict[str, tuple[Kind, bytes, bytes, str]] = {}
         self._state: set[int] = set()
         self._no_state: set[int] = set()
         self._state_of: StepBuilder | None = None
@@ -217,7 +220,7 @@ class OpHooks(UnseenMode):
         """Whether memory is known to hold nothing yet; of an output's, whether it is not known to hold anything."""
         storage = storage_id(tensor)
         memory = self._memory.get(storage) if storage is not None else None
-        if memory is None or memory.is_gone():
+        if memory is None or _is_gone(memory.weak):
             return is_output
         return memory.is_fresh
 
@@ -274,43 +277,49 @@ class OpHooks(UnseenMode):
             return None
         tensors, scalars = given
         sites = builder.next_sites(where.phase, where.root, where.path, facts.name, where.is_eval)
-        occurrence = sites.first.occurrence
         group = builder.open_group(sites.group("op", facts.name, where.parent, where.node))
         if self._capture is not None:
-            self._save(self._capture, facts, where, occurrence, args, kwargs)
-        read: list[tuple[Site, torch.Tensor, tuple[int, ...]]] = []
-        written: list[tuple[str, torch.Tensor]] = []
+            self._save(self._capture, facts, where, sites.first.occurrence, args, kwargs)
+        changes = bool(facts.written or facts.unread)
+        read_sites, read, sources = [], [], []
+        written: Writes = []
         storages: set[int | None] = set()
+        memories = self._memory
         for name, tensor in tensors:
             storage = storage_id(tensor)
-            if facts.written or facts.unread:
+            if changes:
                 argument = name.partition(".")[0]
                 if argument in facts.written:
-                    written.append((f"{name}.written", tensor))
+                    written.append((f"{name}.written", tensor, storage))
                     storages.add(storage)
                 if argument in facts.unread:
                     continue
             else:
                 storages.add(storage)
-            site = sites[name]
-            memory = self._memory.get(storage)
-            if memory is not None and not memory.is_gone():
-                writers = memory.events if memory.builder is builder else ()
+            memory = memories.get(storage)
+            if memory is not None and not _is_gone(memory.weak):
+                read_sites.append(sites[name])
+                sources.append(memory.events if memory.builder is builder else ())
             else:
-                writers = ()
-                if not self._is_state(builder, storage):  # data, whichever phase reads it
-                    number = builder.count(Phase.BATCH, where.root, where.path, site.slot, where.is_eval)
-                    site = builder.same(site._replace(phase=Phase.BATCH, occurrence=number))
-            read.append((site, tensor, writers))
-        inputs = [index for events in builder.add_all_computed(read, group) for index in events]
+                read_sites.append(self._site_of_unwritten(where, sites[name], storage))
+                sources.append(())
+            read.append(tensor)
+        inputs = [*chain.from_iterable(builder.add_all_computed(read_sites, read, group, sources))]
         if facts.draws:
-            inputs += self._record_generator(
-                facts, where, occurrence, group, dict(named_arguments(facts, args, kwargs))
-            )
+            named = dict(named_arguments(facts, args, kwargs))
+            inputs += self._record_generator(facts, where, sites.first.occurrence, group, named)
         if scalars:
             inputs += self._record_scalars(builder, sites["scalars"], scalars, group)
         line = self._lines.note(where.phase) if self._lines is not None else None
         return builder, sites, group, tuple(inputs), written, storages, line
+
+    def _site_of_unwritten(self, where: Location, site: Site, storage: int | None) -> Site:
+        """Return under which site an argument is recorded that no operation wrote: data, whichever phase reads it."""
+        builder = where.builder
+        if self._is_state(builder, storage):
+            return site
+        number = builder.count(Phase.BATCH, where.root, where.path, site.slot, where.is_eval)
+        return builder.same(site._replace(phase=Phase.BATCH, occurrence=number))
 
     def _record_scalars(
         self, builder: StepBuilder, site: Site, scalars: list[tuple[str, Any]], group: int
@@ -320,16 +329,16 @@ class OpHooks(UnseenMode):
         known = self._scalars.get(text)
         record = builder.record
         if known is not None:
-            index = record.add(site, *known[:-1], group)
-            record.values[index] = known[-1]
+            kind, digest, leaves, value = known
+            index = record.add(site, kind, digest, leaves, group)
+            record.values[index] = value
             return (index,)
         added = builder.add_value(site, tuple(scalars), group)
         # A text stands for one value only where all are Python's own: numpy's may look like them, NaNs look alike.
         if len(added) == 1 and len(self._scalars) < _MAX_SCALARS and _is_plain(scalars) and "nan" not in text:
             index = added[0]
             self._scalars[text] = (
-                record.dtypes[index], record.shapes[index], record.num_bytes[index], record.digests[index],
-                record.leaves[index], record.values[index],
+                record.kinds[index], record.digests[index], record.leaves[index], record.values[index]
             )  # fmt: skip
         return added
 
@@ -346,14 +355,20 @@ class OpHooks(UnseenMode):
     @paused
     def _end(self, facts: OpFacts, opened: Opened, result: Any) -> None:
         builder, sites, group, inputs, written, storages, line = opened
-        outputs = [("out", result)] if type(result) is torch.Tensor else named_tensors(result, "out")
-        gave = [pair for pair in outputs if _has_bytes(pair[1]) and storage_id(pair[1]) not in storages]
-        wrote = [*written, *gave]
-        added = builder.add_all_computed([(sites[slot], tensor, inputs) for slot, tensor in wrote], group)
-        for number, ((_, tensor), events) in enumerate(zip(wrote, added, strict=True)):
+        outputs = (("out", result),) if type(result) is torch.Tensor else named_tensors(result, "out")
+        wrote = written.copy()
+        for slot, tensor in outputs:
+            if _has_bytes(tensor) and (storage := storage_id(tensor)) not in storages:
+                wrote.append((slot, tensor, storage))
+        if not wrote:
+            return
+        added = builder.add_all_computed(
+            [sites[slot] for slot, _, _ in wrote], [tensor for _, tensor, _ in wrote], group, [inputs] * len(wrote)
+        )
+        for number, ((_, tensor, storage), events) in enumerate(zip(wrote, added, strict=True)):
             if line:
                 builder.record.values.update(dict.fromkeys(events, line))
-            self._note_write(builder, tensor, storage_id(tensor), events, is_new=number >= len(written))
+            self._note_write(builder, tensor, storage, events, is_new=number >= len(written))
 
     def _record_generator(
         self, facts: OpFacts, where: Location, occurrence: int, group: int, named: dict[str, Any]
@@ -372,7 +387,7 @@ class OpHooks(UnseenMode):
         name = f"{facts.name}.generator"
         at = f"{where.root}.{where.path}" if where.root else where.path
         site = Site(Phase.RNG, "", "torch.cpu", f"{where.phase}.{at}.{name}", occurrence, where.is_eval)
-        return where.builder.add_bytes(site, state, group)
+        return where.builder.add_bytes(where.builder.same(site), state, group)
 
     # --- who wrote what
 
@@ -380,7 +395,7 @@ class OpHooks(UnseenMode):
         """Return in which events of this step recorded operations last wrote the tensor's memory."""
         storage = storage_id(tensor)
         memory = self._memory.get(storage)
-        if memory is None or memory.is_gone() or memory.builder is not builder:
+        if memory is None or _is_gone(memory.weak) or memory.builder is not builder:
             return ()
         return memory.events
 
@@ -404,7 +419,7 @@ class OpHooks(UnseenMode):
     def _memory_of(self, tensor: torch.Tensor, storage: int | None) -> _Memory | None:
         memory = self._memory.get(storage)
         if memory is not None:
-            if memory.is_gone():
+            if _is_gone(memory.weak):
                 memory.begin_again(tensor)
         elif storage is not None:
             if len(self._memory) >= self._next_sweep:
@@ -453,7 +468,7 @@ class OpHooks(UnseenMode):
     def _sweep(self) -> None:
         """Drop what is gone. Before long: what is known of a storage keeps a few of its bytes where they lie,
         and as many of those as a step has results would leave its memory in pieces that nothing fits into."""
-        self._memory = {key: memory for key, memory in self._memory.items() if not memory.is_gone()}
+        self._memory = {key: memory for key, memory in self._memory.items() if not _is_gone(memory.weak)}
         self._next_sweep = 2 * len(self._memory) + _SWEEP
 
 

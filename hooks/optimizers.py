@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from bitcheck.events import Phase, Site
+from bitcheck.events import Phase
 from bitcheck.hooks.dynamo import paused, skip_frame
 from bitcheck.hooks.naming import ByIdentity
 from bitcheck.hooks.steps import StepBuilder
@@ -171,20 +171,23 @@ class OptimizerHooks:
     def name_parameters(self, optimizer: Optimizer, label: str) -> None:
         """Give those parameters a name that belong to no module."""
         registry = self._recorder.registry
+        name_of = registry.parameter_name
         for group_index, group in enumerate(_groups(optimizer)):
             for index, parameter in enumerate(group["params"]):
-                registry.add_free_parameter(parameter, label, f"params.{group_index}.{index}")
+                if name_of(parameter) is None:
+                    registry.add_free_parameter(parameter, label, f"params.{group_index}.{index}")
 
     def _record_gradients(self, builder: StepBuilder, optimizer: Optimizer) -> None:
         """Record what the optimizer finds, last layer first: the order in which backward made it."""
         recorder = self._recorder
+        name_of, rank_of = recorder.parameter_name, recorder.rank_in_forward
         gradients = []
         for group in _groups(optimizer):
             for parameter in group["params"]:
-                name = recorder.parameter_name(parameter)
-                if parameter.grad is not None and name is not None:
+                gradient, name = parameter.grad, name_of(parameter)
+                if gradient is not None and name is not None:
                     self.found_gradients.add(name)
-                    gradients.append((recorder.rank_in_forward(parameter), name, parameter.grad))
+                    gradients.append((rank_of(parameter), name, gradient))
         gradients.sort(key=lambda entry: -entry[0])
         sites = []
         for _, (root, path), gradient in gradients:
@@ -194,10 +197,10 @@ class OptimizerHooks:
     def _record_scalars(self, builder: StepBuilder, optimizer: Optimizer, label: str) -> None:
         for index, group in enumerate(_groups(optimizer)):
             path = str(index)
-            occurrence = builder.count(Phase.SCALAR, label, path, "", False)
+            sites = builder.next_sites(Phase.SCALAR, label, path, "", False)
             for key, value in group.items():
                 if key not in ("params", "param_names"):
-                    builder.add_value(Site(Phase.SCALAR, label, path, key, occurrence), value)
+                    builder.add_value(sites[key], value)
 
     def record_loss_scales(self, builder: StepBuilder) -> None:
         """Record the scale of every GradScaler in use; called where a loss goes into backward."""
@@ -205,8 +208,8 @@ class OptimizerHooks:
             scaler = held()
             if scaler is not None and isinstance(scaler._scale, torch.Tensor):
                 path = str(index) if index else ""
-                occurrence = builder.count(Phase.SCALAR, "GradScaler", path, "scale", False)
-                builder.add_tensor(Site(Phase.SCALAR, "GradScaler", path, "scale", occurrence), scaler._scale)
+                sites = builder.next_sites(Phase.SCALAR, "GradScaler", path, "scale", False)
+                builder.add_tensor(sites.first, scaler._scale)
 
     # --- state
 
@@ -225,24 +228,26 @@ class OptimizerHooks:
 
     def states(self, holdings: list[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[str, str, str, Any]]:
         """Yield (root, path, key, value) of everything in optimizers' states."""
+        name_of = self._recorder.parameter_name
         for label, holding in holdings:
             for index, (parameter, state) in enumerate(holding.items()):
                 if not isinstance(parameter, torch.Tensor):  # state that belongs to no parameter
                     is_name = isinstance(parameter, (str, int))
                     yield label, "", str(parameter) if is_name else f"{type(parameter).__name__}.{index}", state
                     continue
-                name = self._recorder.parameter_name(parameter)
+                name = name_of(parameter)
                 if name is not None and isinstance(state, dict):
                     for key, value in state.items():
                         yield *name, str(key), value
 
     def free_parameters(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (label, path, tensor) of parameters that belong to no module."""
+        name_of = self._recorder.parameter_name
         for optimizer, label in sorted(self._labels.items(), key=lambda item: item[1]):
             self.name_parameters(optimizer, label)
             for group in _groups(optimizer):
                 for parameter in group["params"]:
-                    name = self._recorder.parameter_name(parameter)
+                    name = name_of(parameter)
                     if name is not None and name[0] == label:
                         yield *name, parameter
 

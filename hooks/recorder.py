@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from bitcheck.errors import BitcheckError, RecordingError, UsageError
-from bitcheck.events import Level, Phase, Site, StepKind
+from bitcheck.events import Level, Phase, StepKind
 from bitcheck.hooks.callers import stage_in_call, stages_in_call
 from bitcheck.hooks.collectives import CollectiveHooks
 from bitcheck.hooks.dynamo import is_quiet, on_error, paused
@@ -77,6 +77,8 @@ class Recorder:
     ) -> None:
         self.level = Level(level)
         self.registry = Registry()
+        self.parameter_name = self.registry.parameter_name
+        """Gives (root, path) of a parameter, None where it is not known."""
         self.is_active = False
         self.num_steps = 0
         """Training steps that ended while it was attached."""
@@ -97,7 +99,7 @@ class Recorder:
         self._closing: StepBuilder | None = None
         """A step whose optimizer stepped, while an evaluation runs before the next training forward."""
         self._initial: StepBuilder | None = None
-        self._has_initial: set[tuple[str, str, str]] = set()
+        self._has_initial: set[tuple[Phase, str, str, str]] = set()
         self._stepped = False
         self._is_stopped = False
         self._pid = 0
@@ -243,10 +245,6 @@ class Recorder:
                 self._take_state(self._initial, self._has_initial)
         return name
 
-    def parameter_name(self, parameter: torch.Tensor) -> tuple[str, str] | None:
-        """Return (root, path) of a parameter, None where it is not known."""
-        return self.registry.parameter_name(parameter)
-
     def rank_in_forward(self, parameter: torch.Tensor) -> int:
         """Return a number that grows along the forward pass, as far as registration shows it."""
         return self._forward_order.get(id(parameter), -1)
@@ -387,7 +385,7 @@ class Recorder:
             return
         self._initial = StepBuilder(builder.step - 1, StepKind.INITIAL, True, self._digesters, self._known)
         self._take_state(self._initial, self._has_initial)
-        self._has_initial.add(("", "", ""))
+        self._has_initial.add((Phase.RNG, "", "", ""))  # also where there was nothing to take
 
     def _open_next(self) -> None:
         """The step is over but for its end state; what comes belongs to the next."""
@@ -445,10 +443,10 @@ class Recorder:
             return
         builder.has_rng = True
         for name, state in generator_states():
-            builder.add_bytes(Site(Phase.RNG, "", name, "state"), state)
+            builder.add_bytes(builder.next_sites(Phase.RNG, "", name, "state", False).first, state)
 
     @paused
-    def _take_state(self, builder: StepBuilder, taken: set[tuple[str, str, str]]) -> None:
+    def _take_state(self, builder: StepBuilder, taken: set[tuple[Phase, str, str, str]]) -> None:
         """Record parameters, buffers, optimizer state and tracked tensors that `taken` lacks."""
         held = self._held
         if held is not None and held.is_last_chance:
@@ -458,25 +456,25 @@ class Recorder:
         states = self.optimizers.states(holdings)
         sites = []
         for phase, root, path, tensor in tensors:
-            key = (phase.value, root, path)
+            key = (phase, root, path, "value")
             if key not in taken:
                 taken.add(key)
-                sites.append((Site(phase, root, path, "value"), tensor))
+                sites.append((builder.next_sites(*key, False).first, tensor))
         self.sharding.note(builder, builder.add_tensors(sites))
         sites = []
         for root, path, slot, value in states:
-            key = (f"{Phase.OPTIM}:{slot}", root, path)
+            key = (Phase.OPTIM, root, path, slot)
             if key in taken:
                 continue
             taken.add(key)
-            site = Site(Phase.OPTIM, root, path, slot, builder.count(Phase.OPTIM, root, path, slot, False))
+            site = builder.next_sites(*key, False).first
             if isinstance(value, torch.Tensor):
                 sites.append((site, value))
             else:
                 builder.add_value(site, value)
         self.sharding.note(builder, builder.add_tensors(sites))
         for name, tracked in self._tracked.items():
-            key = (Phase.EXTRA.value, "", name)
+            key = (Phase.EXTRA, "", name, "")
             if key not in taken:
                 taken.add(key)
                 try:
@@ -484,11 +482,12 @@ class Recorder:
                 except Exception as error:  # noqa: BLE001  the program's own code: told, and the training goes on
                     builder.miss(f"what is tracked as {name}: {type(error).__name__}: {error}")
                     continue
+                own = builder.next_sites(Phase.EXTRA, "", name, "", False)
                 if _holds_tensors_only(value):
                     found = named_tensors(value, "value")
-                    builder.add_tensors([(Site(Phase.EXTRA, "", name, slot), tensor) for slot, tensor in found])
+                    builder.add_tensors([(own[slot], tensor) for slot, tensor in found])
                 else:
-                    builder.add_value(Site(Phase.EXTRA, "", name, "value"), value)
+                    builder.add_value(own["value"], value)
 
     def living_tensors(self) -> list[tuple[Phase, str, str, torch.Tensor]]:
         """Return (phase, root, path, tensor) of every parameter and buffer that is in memory."""

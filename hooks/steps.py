@@ -7,6 +7,7 @@ resolved by the writer's thread (`finish`), so that the training thread never wa
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import torch
 
 from bitcheck.digest import digest_bytes
 from bitcheck.errors import DigestError
-from bitcheck.events import Group, Phase, Site, StepColumns, StepKind
+from bitcheck.events import Group, Kind, Phase, Site, StepColumns, StepKind
 from bitcheck.hooks.sharding import local_part, placement_text
 from bitcheck.hooks.sites import Known, Place, Sites
 from bitcheck.hooks.tensors import (
@@ -23,7 +24,7 @@ from bitcheck.hooks.tensors import (
     digest_plain,
     digest_tensor,
     digest_value,
-    dtype_name,
+    kind_of,
     plain_on_device,
     python_value_parts,
     storage_id,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from bitcheck.hooks.device_digest import Digester
 
 
+_device_number = torch.Tensor.get_device
 UNREAD = bytes(16)
 """In place of the digest of a tensor that could not be read; it is counted as unobserved."""
 
@@ -152,7 +154,7 @@ class StepBuilder:
         self._known = known if known is not None else Known()
         self.same = self._known.same
         self._counts: dict[Place, int] = {}
-        self._owed: dict[torch.device, dict[int, int]] = {}
+        self._owed: defaultdict[torch.device, dict[int, int]] = defaultdict(dict)
         """Event -> ticket of its digest, for each device."""
         self._unsettled: set[int] = set()
         self._remembered: dict[int, _Remembered] = {}
@@ -193,8 +195,8 @@ class StepBuilder:
             return self.add_tensor(site, tensor, group, inputs)
         record, known = self.record, held.events[0]
         index = record.add(
-            self.same(site), record.dtypes[known], record.shapes[known], record.num_bytes[known],
-            record.digests[known], record.leaves[known], group, self.same(tuple(inputs)),
+            site, record.kinds[known], record.digests[known], record.leaves[known], group,
+            self.same(tuple(inputs)),
         )  # fmt: skip
         owed = self._owed.get(tensor.device)
         if owed is not None and known in owed:
@@ -247,14 +249,14 @@ class StepBuilder:
                 sources = tuple(dict.fromkeys((*inputs, *wrote)))
             plain = digest_plain(tensor)  # the short way for what nearly every tensor is
             if plain is not None:
-                return _alone[self.record.add(self.same(site), *plain, group, self.same(sources))]
+                return _alone[self.record.add(site, *plain, group, self.same(sources))]
             if tensor.is_cuda:
-                index = self._add_one_on_device(self.same(site), tensor, group, self.same(sources))
+                index = self._add_one_on_device(site, tensor, group, self.same(sources))
                 if index is not None:
                     return _alone[index]
         return self.add_tensors([(site, tensor)], group, inputs, add_writers)
 
-    def add_computed(self, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]) -> Sequence[int]:
+    def add_computed(self, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]) -> tuple[int, ...]:
         """Record a tensor of which `inputs` are all that it was computed from: the short way for a plain one."""
         if self.is_kept and self._has_landed(tensor):
             plain = digest_plain(tensor)
@@ -262,20 +264,18 @@ class StepBuilder:
                 return _alone[self.record.add(site, *plain, group, inputs)]
             if tensor.is_cuda and (index := self._add_one_on_device(site, tensor, group, inputs)) is not None:
                 return _alone[index]
-        return self.add_tensors([(site, tensor)], group, inputs, add_writers=False)
+        return tuple(self.add_tensors([(site, tensor)], group, inputs, add_writers=False))
 
     def add_all_computed(
-        self, given: Sequence[tuple[Site, torch.Tensor, tuple[int, ...]]], group: int
-    ) -> list[Sequence[int]]:
-        """Do as `add_computed` for many, (site, tensor, inputs) each, and return the events of each.
-
-        On a device that is one launch.
-        """
-        if len(given) > 1 and given[0][1].is_cuda and self.is_kept and all(self._has_landed(t) for _, t, _ in given):
-            added = self._add_on_device(given, group)
+        self, sites: list[Site], tensors: list[torch.Tensor], group: int, inputs: list[tuple[int, ...]]
+    ) -> list[tuple[int, ...]]:
+        """Do as `add_computed` for many and return the events of each. On a device that is one launch."""
+        if len(tensors) > 1 and tensors[0].is_cuda and self.is_kept:
+            added = self._add_on_device(sites, tensors, group, inputs)
             if added is not None:
                 return [_alone[index] for index in added]
-        return [self.add_computed(site, tensor, group, inputs) for site, tensor, inputs in given]
+        add = self.add_computed
+        return [add(site, tensor, group, given) for site, tensor, given in zip(sites, tensors, inputs, strict=True)]
 
     def _has_landed(self, tensor: torch.Tensor) -> bool:
         """Say whether no collective still writes a plain tensor; of any other it is found out the long way."""
@@ -290,37 +290,26 @@ class StepBuilder:
             ticket = self._digesters[tensor.device].submit(tensor, kind)
         except DigestError:
             return None  # the long way tells why
-        index = self.record.add(site, *kind, b"", b"", group, inputs)
-        self._owe(tensor.device, index, ticket)
+        index = self.record.add(site, kind, b"", b"", group, inputs)
+        self._owed[tensor.device][index] = ticket
         return index
 
-    def _owe(self, device: torch.device, index: int, ticket: int) -> None:
-        owed = self._owed.get(device)
-        if owed is None:
-            owed = self._owed[device] = {}
-        owed[index] = ticket
-
     def _add_on_device(
-        self, given: Sequence[tuple[Site, torch.Tensor, tuple[int, ...]]], group: int
-    ) -> list[int] | None:
+        self, sites: list[Site], tensors: list[torch.Tensor], group: int, inputs: list[tuple[int, ...]]
+    ) -> range | None:
         """Record plain tensors of one device, in one launch; None where they are not, or cannot be read."""
-        kinds, tensors = [], []
-        device = given[0][1].device
-        for _, tensor, _ in given:
-            kind = plain_on_device(tensor)
-            if kind is None or tensor.device != device:
-                return None
-            kinds.append(kind)
-            tensors.append(tensor)
+        if self.flying and not all(map(self._has_landed, tensors)):
+            return None
+        kinds = [kind for kind in map(plain_on_device, tensors) if kind is not None]
+        if len(kinds) < len(tensors) or len(set(map(_device_number, tensors))) > 1:
+            return None
+        device = tensors[0].device
         try:
             tickets = self._digesters[device].submit_many(tensors)
         except DigestError:
             return None  # which of them it is, and why, is found one by one
-        record, added = self.record, []
-        for (site, _, inputs), kind, ticket in zip(given, kinds, tickets, strict=True):
-            index = record.add(site, *kind, b"", b"", group, inputs)
-            self._owe(device, index, ticket)
-            added.append(index)
+        added = self.record.add_all(sites, kinds, b"", group, inputs)
+        self._owed[device].update(zip(added, tickets, strict=True))
         return added
 
     def add_tensors(
@@ -337,8 +326,10 @@ class StepBuilder:
         added: list[int] = []
         given = self.same(tuple(inputs))
         writers = self.writers if add_writers else None
+        locals_ = [(local if (local := local_part(tensor)) is not None else tensor) for _, tensor in tensors]
+        captured = self._capture(locals_)
         waiting: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-        for site, tensor in tensors:
+        for position, (site, tensor) in enumerate(tensors):
             try:
                 if writers is not None and (wrote := writers(self, tensor)):
                     sources = self.same(tuple(dict.fromkeys((*given, *wrote))))
@@ -351,34 +342,29 @@ class StepBuilder:
                 ):
                     added += owed
                     continue
-                where = ""
-                if (local := local_part(tensor)) is not None:
-                    where, tensor = placement_text(tensor), local
+                local = locals_[position]
+                where = placement_text(tensor) if local is not tensor else ""
                 index: int | None = None
-                if (plain := digest_plain(tensor)) is not None:
-                    index = record.add(self.same(site), *plain, group, sources)
-                elif (kind := plain_on_device(tensor)) is not None:
-                    self._digesters[tensor.device].check(tensor)
-                    index = record.add(self.same(site), *kind, b"", b"", group, sources)
-                    waiting.setdefault(tensor.device, []).append((index, tensor))
+                if position in captured:
+                    kind, ticket = captured[position]
+                    index = record.add(site, kind, b"", b"", group, sources)
+                    self._owed[local.device][index] = ticket
+                elif (plain := digest_plain(local)) is not None:
+                    index = record.add(site, *plain, group, sources)
                 if index is not None:
                     added.append(index)
                     if where:
                         record.placements[index] = where
                     continue
-                for suffix, part in tensor_parts(tensor):
-                    own = site._replace(slot=site.slot + suffix) if suffix else site
+                for suffix, part in tensor_parts(local):
+                    own = self.same(site._replace(slot=site.slot + suffix)) if suffix else site
                     digest, leaves = b"", b""
                     if part.is_cpu:
                         digest, leaves = digest_tensor(part)
                     else:
                         self._digesters[part.device].check(part)
                         waiting.setdefault(part.device, []).append((len(record), part))
-                    shape = tuple(part.shape)
-                    index = record.add(
-                        self.same(own), dtype_name(part), shape, part.nbytes, digest, leaves, group, sources
-                    )
-                    added.append(index)
+                    added.append(record.add(own, kind_of(part), digest, leaves, group, sources))
                     if where := where or placement_text(tensor):
                         record.placements[added[-1]] = where
             except DigestError as error:
@@ -391,9 +377,29 @@ class StepBuilder:
                     record.digests[index] = UNREAD
                 self.miss(str(error), len(parts))
                 continue
-            for (index, _), ticket in zip(parts, tickets, strict=True):
-                self._owe(device, index, ticket)
+            self._owed[device].update(zip([index for index, _ in parts], tickets, strict=True))
         return added
+
+    def _capture(self, tensors: Sequence[torch.Tensor]) -> dict[int, tuple[Kind, int]]:
+        """Capture the plain tensors of devices, in one launch a device; return (kind, ticket) of each by its position.
+
+        Where one of a device's cannot be read there are none of it: which, and why, is found one by one.
+        """
+        found: dict[torch.device, list[tuple[int, Kind]]] = {}
+        captured: dict[int, tuple[Kind, int]] = {}
+        if self.flying:
+            return captured
+        for position, tensor in enumerate(tensors):
+            if (kind := plain_on_device(tensor)) is not None:
+                found.setdefault(tensor.device, []).append((position, kind))
+        for device, places in found.items():
+            try:
+                tickets = self._digesters[device].submit_many([tensors[position] for position, _ in places])
+            except DigestError:
+                continue
+            for (position, kind), ticket in zip(places, tickets, strict=True):
+                captured[position] = kind, ticket
+        return captured
 
     def add_value(self, site: Site, value: object, group: int = -1) -> list[int]:
         """Record a Python value, or a container that may hold tensors."""
@@ -406,10 +412,11 @@ class StepBuilder:
             self.miss(f"{site.text(False)}: {error}")
             return []
         for suffix, part in parts:
-            own = site._replace(slot=site.slot + suffix) if suffix else site
+            own = self.same(site._replace(slot=site.slot + suffix)) if suffix else site
             if isinstance(part, PlainValue):
                 digest, leaves = digest_value(part)
-                index = self.record.add(self.same(own), part.dtype, part.shape, len(part.data), digest, leaves, group)
+                kind = (part.dtype, part.shape, len(part.data))
+                index = self.record.add(own, kind, digest, leaves, group)
                 self.record.values[index] = part.text
                 added.append(index)
             else:
@@ -421,16 +428,13 @@ class StepBuilder:
         if not self.is_kept:
             return []
         digest, leaves = digest_bytes("uint8", (data.size,), data)
-        return [self.record.add(self.same(site), "uint8", (data.size,), data.size, digest, leaves, group)]
+        return [self.record.add(site, ("uint8", (data.size,), data.size), digest, leaves, group)]
 
     def reserve(self, site: Site, tensor: torch.Tensor, group: int, inputs: Iterable[int]) -> list[int]:
         """Give a strided tensor that is still being written its place; `settle` reads it."""
         if not self.is_kept:
             return []
-        shape = tuple(tensor.shape)
-        index = self.record.add(
-            self.same(site), dtype_name(tensor), shape, tensor.nbytes, UNREAD, b"", group, tuple(inputs)
-        )
+        index = self.record.add(site, kind_of(tensor), UNREAD, b"", group, tuple(inputs))
         self._unsettled.add(index)
         return [index]
 
@@ -445,7 +449,7 @@ class StepBuilder:
             else:
                 self._digesters[tensor.device].check(tensor)
                 (ticket,) = self._digesters[tensor.device].submit_many([tensor])
-                self._owe(tensor.device, index, ticket)
+                self._owed[tensor.device][index] = ticket
         except DigestError as error:
             self.miss(f"{self.record.sites[index].text(False)}: {error}")
 

@@ -46,6 +46,7 @@ from bitcheck.digest import (
     memory_at,
 )
 from bitcheck.errors import DigestError
+from bitcheck.events import Kind
 
 Bytes = npt.NDArray[np.uint8]
 Digest = tuple[bytes, bytes]
@@ -214,6 +215,11 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return name
 
 
+def kind_of(tensor: torch.Tensor) -> Kind:
+    """Return the kind of a strided tensor."""
+    return dtype_name(tensor), tuple(tensor.shape), tensor.nbytes
+
+
 class _Window:
     """Memory as numpy's array interface describes it; keeps the tensor alive as long as the array."""
 
@@ -341,7 +347,7 @@ def _fetch(tensor: torch.Tensor) -> Bytes:
 def storage_id(tensor: torch.Tensor) -> int | None:
     """Return what identifies a tensor's storage, None for a tensor that has none of its own."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
     except (NotImplementedError, RuntimeError):
         return None
 
@@ -349,9 +355,7 @@ def storage_id(tensor: torch.Tensor) -> int | None:
 class _PlainKind(NamedTuple):
     """What all plain tensors of one dtype and shape have in common; the same objects for each of them."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
+    kind: Kind
     itemsize: int
     is_complex: bool
     header: bytes
@@ -369,7 +373,7 @@ class _PlainKinds(dict[tuple[torch.dtype, torch.Size], _PlainKind | None]):
         kind = None
         if name is not None:
             header = digest_header(name, shape, num_bytes)
-            kind = _PlainKind(name, shape, num_bytes, dtype.itemsize, dtype.is_complex, header)
+            kind = _PlainKind((name, shape, num_bytes), dtype.itemsize, dtype.is_complex, header)
         self[key] = kind
         return kind
 
@@ -378,44 +382,43 @@ _plain_kinds = _PlainKinds()
 _STRIDED = torch.strided
 
 
-def digest_plain(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], int, bytes, bytes] | None:
-    """Return (dtype's name, shape, bytes, digest, leaf digests) of a plain CPU tensor; None for any other.
+def digest_plain(tensor: torch.Tensor) -> tuple[Kind, bytes, bytes] | None:
+    """Return (kind, digest, leaf digests) of a plain CPU tensor; None for any other.
 
     What nearly every tensor of a program is, so it is asked in as few words as can be; another takes the
     long way. To be called with `__torch_function__` off.
     """
     if type(tensor) not in _PLAIN_TYPES or not tensor.is_cpu or tensor.layout is not _STRIDED or tensor.is_nested:
         return None
-    kind = _plain_kinds[tensor.dtype, tensor.shape]
-    if kind is None:
+    plain = _plain_kinds[tensor.dtype, tensor.shape]
+    if plain is None:
         return None
-    name, shape, num_bytes, itemsize, is_complex, header = kind
+    kind, itemsize, is_complex, header = plain
+    num_bytes = kind[2]
     if not num_bytes or tensor.is_neg() or (is_complex and tensor.is_conj()) or _is_functorch(tensor):
         return None
     address, span_bytes = tensor.data_ptr(), num_bytes
     is_contiguous = tensor.is_contiguous()
     if not is_contiguous:
         strides = [stride * itemsize for stride in tensor.stride()]
-        span_bytes = _span_bytes(shape, strides, itemsize)
+        span_bytes = _span_bytes(kind[1], strides, itemsize)
     if not address or tensor.storage_offset() * itemsize + span_bytes > tensor.untyped_storage().nbytes():
         return None
     if is_contiguous:
-        digest, leaves = digest_memory(header, address, num_bytes)
-    else:
-        memory = memory_at(address, span_bytes)
-        digest, leaves = digest_buffer(header, _in_order(np.ndarray(shape, _WORD[itemsize], memory, 0, strides)))
-    return name, shape, num_bytes, digest, leaves
+        return kind, *digest_memory(header, address, num_bytes)
+    memory = memory_at(address, span_bytes)
+    return kind, *digest_buffer(header, _in_order(np.ndarray(kind[1], _WORD[itemsize], memory, 0, strides)))
 
 
-def plain_on_device(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], int] | None:
-    """Return (dtype's name, shape, bytes) of a CUDA tensor that is no more than its elements; None for any other.
+def plain_on_device(tensor: torch.Tensor) -> Kind | None:
+    """Return the kind of a CUDA tensor that is no more than its elements; None for any other.
 
     As `digest_plain`, for what a digester of the device can take as it is.
     """
     if type(tensor) not in _PLAIN_TYPES or not tensor.is_cuda or tensor.layout is not _STRIDED or tensor.is_nested:
         return None
-    kind = _plain_kinds[tensor.dtype, tensor.shape]
-    return kind[:3] if kind is not None and not _is_functorch(tensor) else None
+    plain = _plain_kinds[tensor.dtype, tensor.shape]
+    return plain[0] if plain is not None and not _is_functorch(tensor) else None
 
 
 def digest_tensor(tensor: torch.Tensor) -> Digest:

@@ -173,7 +173,7 @@ class RankWriter:
         limit = self.leaf_limit_bytes
         if limit is None:
             return record.leaves
-        return [leaves if size <= limit else b"" for leaves, size in zip(record.leaves, record.num_bytes, strict=True)]
+        return [leaves if kind[2] <= limit else b"" for leaves, kind in zip(record.leaves, record.kinds, strict=True)]
 
     def _find_layout(self, record: StepColumns) -> _KnownLayout:
         """Return the step's layout, known or written now.
@@ -231,18 +231,19 @@ class RankWriter:
         return self._layout_ids[layout.hash]
 
     def _find_meta(self, record: StepColumns, leaves: list[bytes]) -> _KnownMeta:
-        key: list[list[Any]] = [record.dtypes, record.shapes, record.num_bytes, list(map(len, leaves))]
+        key: list[list[Any]] = [record.kinds, list(map(len, leaves))]
         key += [list(record.values), list(record.placements.items())]
         for position, known in enumerate(self._metas):
             if known.key == key:
                 if position:
                     self._metas.insert(0, self._metas.pop(position))
                 return known
-        if any(length % DIGEST_BYTES for length in key[3]):
+        if any(length % DIGEST_BYTES for length in key[1]):
             raise LayoutError("a leaf digest is not 16 bytes long")
         has_value = map(record.values.__contains__, range(len(record)))
         placements = map(record.placements.get, range(len(record)), itertools.repeat(""))
-        kinds = [self._kinds[fields] for fields in zip(*key[:4], has_value, placements, strict=True)]
+        told = zip(record.kinds, key[1], has_value, placements, strict=True)
+        kinds = [self._kinds[(*kind, *fields)] for kind, *fields in told]
         meta = Meta(kinds)
         number = self._meta_ids.get(meta.hash)
         if number is None:
