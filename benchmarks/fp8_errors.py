@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import math
 import platform
+import shlex
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -159,7 +161,7 @@ def main(
         "",
         f"{hardware}{', ' if date else ''}{date}; {where}; PyTorch {torch.__version__}",
         "",
-        f"    python -m benchmarks.fp8_errors --config {config_name} --steps {steps} --device {device}",
+        f"    python -m benchmarks.fp8_errors {shlex.join(sys.argv[1:])}",
         "",
         "| layer | how many | fprop | dgrad | wgrad |",
         "|---|---|---|---|---|",
