@@ -30,6 +30,7 @@ import torch
 
 from bitcheck.digest import DIGEST_BYTES, LEAF_BYTES, begin_digest, digest_from_leaves, num_leaves
 from bitcheck.errors import DigestError
+from bitcheck.events import Kind
 from bitcheck.hooks.kernels.cuda import CudaQueue
 from bitcheck.hooks.kernels.layout import FEW_TENSORS, address_of, as_transposed, as_words, row_blocks
 from bitcheck.hooks.kernels.ring import LONG_PAUSE_S, Flight, Ring
@@ -55,10 +56,6 @@ _CAPTURING = (
 )
 
 _log = logging.getLogger("bitcheck")
-
-
-Kind = tuple[str, tuple[int, ...], int]
-"""A tensor's (dtype's name, shape, number of bytes): what its digest covers besides its bits."""
 
 
 @dataclass(frozen=True, slots=True)

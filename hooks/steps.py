@@ -305,7 +305,7 @@ class StepBuilder:
             return None
         device = tensors[0].device
         try:
-            tickets = self._digesters[device].submit_many(tensors)
+            tickets = self._digesters[device].submit_many(tensors, kinds)
         except DigestError:
             return None  # which of them it is, and why, is found one by one
         added = self.record.add_all(sites, kinds, b"", group, inputs)
@@ -394,7 +394,9 @@ class StepBuilder:
                 found.setdefault(tensor.device, []).append((position, kind))
         for device, places in found.items():
             try:
-                tickets = self._digesters[device].submit_many([tensors[position] for position, _ in places])
+                tickets = self._digesters[device].submit_many(
+                    [tensors[position] for position, _ in places], [kind for _, kind in places]
+                )
             except DigestError:
                 continue
             for (position, kind), ticket in zip(places, tickets, strict=True):

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitcheck.digest import LEAF_BYTES, digest_bytes, digest_leaves, num_leaves
 from bitcheck.errors import DigestError
-from bitcheck.hooks.device_digest import DeviceDigester, Digester, HostDigester, Kind, Wishes, open_digester
+from bitcheck.events import Kind
+from bitcheck.hooks.device_digest import DeviceDigester, Digester, HostDigester, Wishes, open_digester
 from bitcheck.hooks.kernels.cuda import CudaQueue
 from bitcheck.hooks.tensors import dtype_name
 
