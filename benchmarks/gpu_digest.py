@@ -215,7 +215,7 @@ def bench_strides(report: Report, digester: DeviceDigester) -> None:
     )
     for name, tensor in cases:
         own_ms = median_ms(partial(digester.submit_many, [tensor]))
-        with mock.patch.object(device_digest, "as_transposed", return_value=None):
+        with mock.patch.object(device_digest, "special_of", return_value=None):
             plain_ms = median_ms(partial(digester.submit_many, [tensor]))
         copy_ms = median_ms(tensor.contiguous)
         report.row(

@@ -32,7 +32,15 @@ from bitcheck.digest import DIGEST_BYTES, LEAF_BYTES, begin_digest, digest_from_
 from bitcheck.errors import DigestError
 from bitcheck.events import Kind
 from bitcheck.hooks.kernels.cuda import CudaQueue
-from bitcheck.hooks.kernels.layout import FEW_TENSORS, address_of, as_transposed, as_words, row_blocks
+from bitcheck.hooks.kernels.layout import (
+    FEW_TENSORS,
+    Runs,
+    Transposed,
+    address_of,
+    as_words,
+    row_blocks,
+    special_of,
+)
 from bitcheck.hooks.kernels.ring import LONG_PAUSE_S, Flight, Ring
 from bitcheck.hooks.tensors import Digest, digest_tensor, dtype_name
 
@@ -190,16 +198,11 @@ class Kernels(Protocol):
     def hash_table(self, table_address: int, num_tensors: int, leaves: int, out_address: int, stream: int) -> None:
         """Write the leaf digests of the memory that a table, int64 [3, T], lists."""
 
-    def transpose(
-        self,
-        address: int,
-        itemsize: int,
-        shape: tuple[int, int, int],
-        strides: tuple[int, int],
-        out_address: int,
-        stream: int,
-    ) -> None:
-        """Copy elements [B, R, C] with strides (b, 1, c), `strides` being (b, c), to row-major order."""
+    def transpose(self, address: int, itemsize: int, found: Transposed, out_address: int, stream: int) -> None:
+        """Copy elements whose rows lie next to each other to row-major order."""
+
+    def join_runs(self, address: int, itemsize: int, found: Runs, out_address: int, stream: int) -> None:
+        """Copy runs of elements to one place, one after the other."""
 
 
 class DeviceDigester:
@@ -398,18 +401,17 @@ class DeviceDigester:
         room = self._scratch.numel()
         fill = 0
         for ticket, tensor in strided:
-            words = as_words(tensor)
-            num_bytes = words.nbytes
+            num_bytes = tensor.nbytes
             fill = -(-fill // DIGEST_BYTES) * DIGEST_BYTES
             if fill + num_bytes > room:
                 self._launch(pieces, stream)
                 pieces, fill = _Pieces(), 0
             if num_bytes <= room:
-                self._copy(words, fill, stream)
+                self._copy(tensor, fill, stream)
                 pieces.add(ticket, self._scratch_address + fill, num_bytes)
                 fill += num_bytes
                 continue
-            for block in row_blocks(words, room - LEAF_BYTES):
+            for block in row_blocks(as_words(tensor), room - LEAF_BYTES):
                 self._copy(block, fill, stream)
                 fill += block.nbytes
                 whole = fill - fill % LEAF_BYTES
@@ -424,15 +426,15 @@ class DeviceDigester:
                 pieces.add(ticket, self._scratch_address, fill)
         return pieces
 
-    def _copy(self, words: torch.Tensor, offset: int, stream: int) -> None:
-        """Copy integers to row-major order, to the scratch buffer from byte `offset` on."""
-        transposed = as_transposed(words)
-        if transposed is not None:
-            shape, strides = transposed
-            address = self._scratch_address + offset
-            self._kernels.transpose(words.data_ptr(), words.itemsize, shape, strides, address, stream)
-        else:
+    def _copy(self, tensor: torch.Tensor, offset: int, stream: int) -> None:
+        """Copy a tensor's elements to row-major order, to the scratch buffer from byte `offset` on."""
+        special = special_of(tensor)
+        if special is None:
+            words = as_words(tensor)
             self._scratch[offset : offset + words.nbytes].view(words.dtype).view(words.shape).copy_(words)
+            return
+        copy = self._kernels.transpose if isinstance(special, Transposed) else self._kernels.join_runs
+        copy(tensor.data_ptr(), tensor.itemsize, special, self._scratch_address + offset, stream)  # type: ignore[arg-type]
 
     # --- any thread
 

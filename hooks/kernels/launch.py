@@ -19,8 +19,8 @@ import triton.language as tl
 
 from bitcheck.digest import LEAF_BYTES, digest_leaves, num_leaves
 from bitcheck.errors import DigestError
-from bitcheck.hooks.kernels.layout import FEW_TENSORS
-from bitcheck.hooks.kernels.transpose import transpose_kernel
+from bitcheck.hooks.kernels.layout import FEW_TENSORS, Runs, Transposed
+from bitcheck.hooks.kernels.row_major import runs_kernel, transpose_kernel
 from bitcheck.hooks.kernels.xxh3 import SECRET_WORDS, hash_few_kernel, hash_one_kernel, hash_table_kernel
 
 BLOCKS_A_LOAD = 16
@@ -30,6 +30,9 @@ _WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 _TILE = {1: 64, 2: 64, 4: 64, 8: 32}
 """Rows and columns of a tile to transpose, by the size of an element."""
 
+
+_WORDS_A_PROGRAM = 1024
+"""That are copied where runs are joined."""
 
 Launch = Callable[[int, int, int, tuple[Any, ...]], None]
 """(programs, programs on the second axis, stream, arguments with the constants among them)."""
@@ -70,7 +73,8 @@ class LeafKernels:
     def __init__(self, device: torch.device) -> None:
         self._secret = torch.tensor(SECRET_WORDS, dtype=torch.int64, device=device)
         self._constants = (self._secret.data_ptr(), BLOCKS_A_LOAD)
-        self._transposes: dict[tuple[int, bool], Launch] = {}
+        self._copies: dict[tuple[Any, int, bool], Launch] = {}
+        """(kernel, bytes of a word, whether all is aligned) -> its launch."""
         probe = _Probe(device)
         options = {"BLOCKS_A_LOAD": BLOCKS_A_LOAD, "num_warps": 1}
         out_address = probe.out.data_ptr()
@@ -108,29 +112,46 @@ class LeafKernels:
         """Write the leaf digests of all tensors in a table (int64 [3, T], `leaves` in all) to `out_address`."""
         self._table(leaves, 1, stream, (table_address, num_tensors, out_address, *self._constants))
 
-    def transpose(
-        self,
-        address: int,
-        itemsize: int,
-        shape: tuple[int, int, int],
-        strides: tuple[int, int],
-        out_address: int,
-        stream: int,
-    ) -> None:
-        """Copy elements [B, R, C] with strides (b, 1, c), `strides` being (b, c), to row-major order."""
-        batches, rows, columns = shape
+    def transpose(self, address: int, itemsize: int, found: Transposed, out_address: int, stream: int) -> None:
+        """Copy elements [B, R, C] with strides (b, 1, c) to row-major order."""
+        (batches, rows, columns), strides = found
         # 16 of everything: then rows and columns are read and written 16 elements at a time.
         is_aligned = not (address | out_address | rows | columns | strides[0] | strides[1]) & 15
         tile = _TILE[itemsize]
         x = -(-rows // tile) * -(-columns // tile)
         numbers = (address, rows, columns, *strides, out_address)
         constants = (_WORDS[itemsize], tile, tile, is_aligned)
-        launch = self._transposes.get((itemsize, is_aligned))
+        self._launch_copy((transpose_kernel, itemsize, is_aligned), x, batches, stream, numbers, constants)
+
+    def join_runs(self, address: int, itemsize: int, found: Runs, out_address: int, stream: int) -> None:
+        """Copy elements [A, B, C, R] with strides (a, b, c, 1) to row-major order."""
+        (batches, groups, runs, length), strides = found
+        # In the largest words of which everything is a whole number.
+        together = address | out_address | (length | strides[0] | strides[1] | strides[2]) * itemsize | 8
+        word = together & -together
+        many = word // itemsize
+        length //= many
+        words = batches * groups * runs * length
+        numbers = (address, groups, runs, length, words, *(stride // many for stride in strides), out_address)
+        constants = (_WORDS[word], _WORDS_A_PROGRAM)
+        programs = -(-words // _WORDS_A_PROGRAM)
+        self._launch_copy((runs_kernel, word, False), programs, 1, stream, numbers, constants)
+
+    def _launch_copy(
+        self,
+        key: tuple[Any, int, bool],
+        x: int,
+        y: int,
+        stream: int,
+        numbers: tuple[int, ...],
+        constants: tuple[Any, ...],
+    ) -> None:
+        """Launch a copying kernel, which is compiled the first time."""
+        launch = self._copies.get(key)
         if launch is None:
-            kernel = transpose_kernel[(x, batches)](*numbers, *constants, num_warps=4)
-            self._transposes[itemsize, is_aligned] = self._make_launcher(kernel)
+            self._copies[key] = self._make_launcher(key[0][(x, y)](*numbers, *constants, num_warps=4))
         else:
-            launch(x, batches, stream, (*numbers, *constants))
+            launch(x, y, stream, (*numbers, *constants))
 
     def _prove(self, probe: _Probe) -> None:
         """Compare with the CPU's digest: a kernel that miscomputes here must never be used."""

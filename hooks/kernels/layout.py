@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +16,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_BATCHES = 65535
 """Extent of a launch grid's second axis."""
 _MAX_EXTENT = 2**31 - 1
+_MAX_ELEMENTS = 2**30
+"""That are counted in 32 bits."""
 _MIN_EXTENT = 8
-"""Fewer rows or columns than this are left to an ordinary copy."""
+"""Fewer rows or columns, or elements in a run, than this are left to an ordinary copy."""
 
 FEW_TENSORS = 4
 """Up to so many tensors are described to a kernel by its arguments, which cost the host less than a table."""
@@ -33,36 +38,82 @@ def address_of(tensor: torch.Tensor, num_bytes: int) -> int:
     return tensor.data_ptr()
 
 
+class Transposed(NamedTuple):
+    """Elements [B, R, C] whose rows lie next to each other."""
+
+    shape: tuple[int, int, int]
+    strides: tuple[int, int]
+    """Of B and C; R's is 1."""
+
+
+class Runs(NamedTuple):
+    """Elements [A, B, C, R], of which R lie in a row."""
+
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int]
+    """Of A, B and C."""
+
+
+class Arrangement(NamedTuple):
+    """How a strided tensor lies in memory, with as few dimensions as describe it."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    special: Transposed | Runs | None
+    """As what a kernel of ours can copy it."""
+
+
+@lru_cache(maxsize=4096)
+def arrangement(shape: tuple[int, ...], strides: tuple[int, ...]) -> Arrangement:
+    """Return how elements of this shape lie that have these strides."""
+    extents: list[int] = []
+    steps: list[int] = []
+    for extent, stride in zip(shape, strides, strict=True):
+        if extent == 1:
+            continue
+        if extents and steps[-1] == extent * stride:
+            extents[-1] *= extent
+            steps[-1] = stride
+        else:
+            extents.append(extent)
+            steps.append(stride)
+    return Arrangement(tuple(extents), tuple(steps), _as_transposed(extents, steps) or _as_runs(extents, steps))
+
+
+def _as_transposed(shape: list[int], strides: list[int]) -> Transposed | None:
+    if len(shape) == 2:
+        shape, strides = [1, *shape], [0, *strides]
+    if len(shape) != 3 or strides[1] != 1 or min(shape[1:]) < _MIN_EXTENT:
+        return None
+    if shape[0] > _MAX_BATCHES or max(shape) > _MAX_EXTENT:
+        return None
+    return Transposed((shape[0], shape[1], shape[2]), (strides[0], strides[2]))
+
+
+def _as_runs(shape: list[int], strides: list[int]) -> Runs | None:
+    if not 2 <= len(shape) <= 4 or strides[-1] != 1 or shape[-1] < _MIN_EXTENT or math.prod(shape) > _MAX_ELEMENTS:
+        return None
+    missing = 4 - len(shape)
+    a, b, c, run = [1] * missing + shape
+    step_a, step_b, step_c = [0] * missing + strides[:-1]
+    return Runs((a, b, c, run), (step_a, step_b, step_c))
+
+
+def special_of(tensor: torch.Tensor) -> Transposed | Runs | None:
+    """Return as what a kernel of ours can copy a tensor's elements, None where PyTorch has to."""
+    if tensor.is_conj() or tensor.is_neg() or tensor.itemsize not in _INTEGERS:
+        return None
+    return arrangement(tuple(tensor.shape), tensor.stride()).special
+
+
 def as_words(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's elements as integers of their size, with as few dimensions as describe them."""
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.itemsize == 16:
         tensor = torch.view_as_real(tensor)
     words = tensor.view(_INTEGERS[tensor.itemsize])
-    shape: list[int] = []
-    strides: list[int] = []
-    for extent, stride in zip(words.shape, words.stride(), strict=True):
-        if extent == 1:
-            continue
-        if shape and strides[-1] == extent * stride:
-            shape[-1] *= extent
-            strides[-1] = stride
-        else:
-            shape.append(extent)
-            strides.append(stride)
+    shape, strides, _ = arrangement(tuple(words.shape), words.stride())
     return words.as_strided(shape, strides)
-
-
-def as_transposed(words: torch.Tensor) -> tuple[tuple[int, int, int], tuple[int, int]] | None:
-    """Return ([B, R, C], (stride_b, stride_c)) where a tensor's rows lie next to each other, else None."""
-    shape, strides = tuple(words.shape), words.stride()
-    if len(shape) == 2:
-        shape, strides = (1, *shape), (0, *strides)
-    if len(shape) != 3 or strides[1] != 1 or min(shape[1:]) < _MIN_EXTENT:
-        return None
-    if shape[0] > _MAX_BATCHES or max(shape) > _MAX_EXTENT:
-        return None
-    return (shape[0], shape[1], shape[2]), (strides[0], strides[2])
 
 
 def row_blocks(words: torch.Tensor, limit_bytes: int) -> Iterator[torch.Tensor]:

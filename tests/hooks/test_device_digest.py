@@ -23,6 +23,7 @@ from bitcheck.errors import DigestError
 from bitcheck.events import Kind
 from bitcheck.hooks.device_digest import DeviceDigester, Digester, HostDigester, Wishes, open_digester
 from bitcheck.hooks.kernels.cuda import CudaQueue
+from bitcheck.hooks.kernels.layout import Runs, Transposed
 from bitcheck.hooks.tensors import dtype_name
 
 NOT_ON_A_DEVICE = ("q", "bits", "complex32", *(f"{kind}int{bits}" for kind in ("", "u") for bits in range(1, 8)))
@@ -135,6 +136,7 @@ class HostKernels:
     def __init__(self, queue: HostQueue) -> None:
         self._queue = queue
         self.num_launches = 0
+        self.num_copies = 0
 
     def _write(self, stream: int, address: int, data: bytes) -> None:
         done = threading.Event()
@@ -168,21 +170,21 @@ class HostKernels:
         assert len(found) == 16 * leaves
         self._write(stream, out_address, found)
 
-    def transpose(
-        self,
-        address: int,
-        itemsize: int,
-        shape: tuple[int, int, int],
-        strides: tuple[int, int],
-        out_address: int,
-        stream: int,
+    def transpose(self, address: int, itemsize: int, found: Transposed, out_address: int, stream: int) -> None:
+        self._copy(address, itemsize, found.shape, (found.strides[0], 1, found.strides[1]), out_address)
+
+    def join_runs(self, address: int, itemsize: int, found: Runs, out_address: int, stream: int) -> None:
+        self._copy(address, itemsize, found.shape, (*found.strides, 1), out_address)
+
+    def _copy(
+        self, address: int, itemsize: int, shape: tuple[int, ...], strides: tuple[int, ...], out_address: int
     ) -> None:
-        batches, rows, columns = shape
-        span = 1 + (batches - 1) * strides[0] + (rows - 1) + (columns - 1) * strides[1]
+        span = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
         memory = np.frombuffer(ctypes.string_at(address, span * itemsize), f"u{itemsize}")
-        steps = tuple(stride * itemsize for stride in (strides[0], 1, strides[1]))
-        data = np.lib.stride_tricks.as_strided(memory, (batches, rows, columns), steps).tobytes()
+        steps = tuple(stride * itemsize for stride in strides)
+        data = np.lib.stride_tricks.as_strided(memory, shape, steps).tobytes()
         ctypes.memmove(out_address, data, len(data))
+        self.num_copies += 1
 
 
 class OnHost:
@@ -380,6 +382,8 @@ def strided_tensors() -> dict[str, torch.Tensor]:
         "transposed, larger than the scratch buffer": base[:180_000].view(torch.int32).view(300, 150).t(),
         "transposed batch": base[:72_000].view(torch.int16).view(9, 50, 80).transpose(1, 2),
         "rows of another tensor": base[:160_000].view(400, 400)[:, 3:150],
+        "heads": base[:98_304].view(torch.bfloat16).view(2, 64, 3, 8, 16)[:, :, 1].transpose(1, 2),
+        "heads of an odd width": base[:129_024].view(torch.bfloat16).view(2, 64, 3, 8, 21)[:, :, 1].transpose(1, 2),
         "every third byte": base[1::3],
         "permuted": base[:120_000].view(torch.int64).view(10, 5, 6, 50).permute(3, 0, 2, 1),
         "expanded": base[:8].view(torch.float32)[:1].expand(30_000),
@@ -397,6 +401,15 @@ def test_a_tensor_of_any_strides_has_the_digest_of_its_row_major_order(host: OnH
     tensor = strided_tensors()[name]
     (ticket,) = host.digester.submit_many([tensor])
     assert host.digester.resolve(ticket) == expected_digest(tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_frequent"),
+    [("transposed", True), ("heads", True), ("rows of another tensor", True), ("every third byte", False)],
+)
+def test_a_frequent_arrangement_is_copied_by_a_kernel(host: OnHost, name: str, is_frequent: bool) -> None:
+    host.digester.submit_many([strided_tensors()[name]])
+    assert (host.kernels.num_copies > 0) is is_frequent
 
 
 def test_tensors_of_any_strides_and_others_share_a_batch(host: OnHost) -> None:

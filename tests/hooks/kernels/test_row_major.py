@@ -1,4 +1,4 @@
-"""The transposing copy against PyTorch's own."""
+"""The copies to row-major order against PyTorch's own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 import triton.language as tl
 
-from bitcheck.hooks.kernels.transpose import transpose_kernel
+from bitcheck.hooks.kernels.row_major import runs_kernel, transpose_kernel
 
 WORDS = {
     torch.uint8: tl.uint8,
@@ -43,3 +43,16 @@ def test_rows_and_columns_may_lie_apart_in_memory(device: str) -> None:
     launch = transpose_kernel[(1, 2)]
     launch(view.data_ptr(), 17, 20, view.stride(0), view.stride(2), out.data_ptr(), **options)
     assert torch.equal(out, view)
+
+
+@pytest.mark.parametrize("dtype", WORDS, ids=str)
+@pytest.mark.parametrize("block", [64, 1024])
+def test_runs_are_copied_to_row_major_order(dtype: torch.dtype, block: int, device: str) -> None:
+    stored = torch.arange(2 * 7 * 3 * 5 * 24).mul(2654435761).to(dtype).view(2, 7, 3, 5, 24).to(device)
+    view = stored[:, :, 1, :, 4:21].transpose(1, 2)
+    out = torch.full((view.numel() + 1,), 77, dtype=dtype, device=device)
+    launch = runs_kernel[(-(-view.numel() // block), 1)]
+    numbers = (view.data_ptr(), *view.shape[1:], view.numel(), *view.stride()[:3], out.data_ptr())
+    launch(*numbers, WORD=WORDS[dtype], BLOCK=block)
+    assert torch.equal(out[:-1].view(view.shape), view)
+    assert int(out[-1]) == 77
