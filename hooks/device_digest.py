@@ -290,6 +290,8 @@ class DeviceDigester:
             with _NO_DISPATCH(), torch.no_grad():
                 pieces = self._gather(strided, pieces, stream)
         self._launch(pieces, stream)
+        if strided:
+            self._queue.mark(stream)  # for the stream that uses the scratch buffer next
         if self._ring.num_filling >= self._flight_leaves:
             self._ring.flush()
         return tickets
@@ -315,7 +317,7 @@ class DeviceDigester:
                 or tensor.is_conj()
                 or tensor.is_neg()
             ):
-                return self.submit_many([tensor])[0]
+                return self.submit_many([tensor], [kind])[0]
             address = address_of(tensor, num_bytes)
             ticket = self._add_ticket(kind)
             stream = queue.stream()

@@ -25,8 +25,10 @@ _DEFAULT = 0
 class CudaQueue:
     """The streams of one CUDA device, seen from whatever thread calls.
 
-    A stream is named by its handle. Its *mark* is how far it had come when `mark` was last called; the default
-    stream's is taken when it is needed, which may be later, for that stream can neither end nor be captured.
+    A stream is named by its handle. Its *mark* is how far it had come when `mark` was last called.
+    What is sent to the host waits for the marks of the streams that computed it; for the default stream's work it waits
+    for all that the stream has when it is sent, which spares a mark after each launch: that stream never ends, and
+    PyTorch never captures it.
     Buffers are allocated with the side stream current, so that the caching allocator never mixes
     them with the program's memory.
     """
@@ -36,7 +38,8 @@ class CudaQueue:
         self._index: int = self.device.index
         self._side: torch.cuda.Stream = torch.cuda.Stream(self._index)
         self._streams: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
-        self._streams[_DEFAULT] = torch.cuda.default_stream(self._index), torch.cuda.Event()
+        self._default = torch.cuda.default_stream(self._index)
+        self._sent = torch.cuda.Event()
 
     def is_capturing(self) -> bool:
         """Say whether this thread's current stream is being captured into a CUDA graph."""
@@ -73,8 +76,6 @@ class CudaQueue:
 
     def mark(self, stream: int) -> None:
         """Move the current stream's mark to here; `stream` is its handle."""
-        if stream == _DEFAULT:
-            return
         known = self._streams.get(stream)
         if known is None:
             event = torch.cuda.Event()
@@ -83,19 +84,21 @@ class CudaQueue:
 
     def wait_for(self, stream: int) -> None:
         """Let the current stream wait for another's mark; the host waits for nothing."""
-        torch.cuda.current_stream(self._index).wait_event(self._mark_of(stream))
+        torch.cuda.current_stream(self._index).wait_event(self._streams[stream][1])
 
-    def _mark_of(self, stream: int) -> torch.cuda.Event:
-        held, event = self._streams[stream]
-        if stream == _DEFAULT:
-            event.record(held)
-        return event
+    def marks_when_sent(self, stream: int) -> bool:
+        """Say whether `send` finds out by itself how far a stream has come."""
+        return stream == _DEFAULT
 
     def send(self, streams: Iterable[int], copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy device buffers to pinned ones (target, source) in this order, behind the marks of `streams`."""
         with self.aside():
             for stream in streams:
-                self._side.wait_event(self._mark_of(stream))
+                if stream == _DEFAULT:
+                    self._sent.record(self._default)
+                    self._side.wait_event(self._sent)
+                else:
+                    self._side.wait_event(self._streams[stream][1])
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
 

@@ -80,7 +80,12 @@ class LeafKernels:
         out_address = probe.out.data_ptr()
         one = hash_one_kernel[(1,)](probe.data.data_ptr(), LEAF_BYTES, out_address, self._secret, **options)
         few = hash_few_kernel[(1,)](
-            *[probe.data.data_ptr()] * 4, *[LEAF_BYTES] * 4, 1, 1, 1, out_address, self._secret, **options
+            *[probe.data.data_ptr()] * FEW_TENSORS,
+            *[LEAF_BYTES] * FEW_TENSORS,
+            *[1] * (FEW_TENSORS - 1),
+            out_address,
+            self._secret,
+            **options,
         )
         table = hash_table_kernel[(1,)](probe.table, probe.num_tensors, out_address, self._secret, **options)
         for make in (launcher, plain_launcher):

@@ -31,8 +31,8 @@ _NUMBERS = 4096
 _FIRST_PAUSE_S = 20e-6
 SHORT_PAUSE_S = 1e-3
 """For who has nothing else to do. Each look takes the interpreter's lock from whoever has."""
-LONG_PAUSE_S = 20e-3
-"""For who waits beside a thread that trains, and has the other flights' room for its patience."""
+LONG_PAUSE_S = 5e-3
+"""For who waits beside a thread that trains."""
 _STALL_S = 5.0
 """After this long without a landing the device is asked whether it has failed."""
 
@@ -93,6 +93,8 @@ class Ring:
         self._used: set[int] = set()
         """Streams that wrote to the flight that is being filled."""
         self._failure: str | None = None
+        self._is_full = False
+        """Somebody needs room: who waits for a flight is to look often."""
         self._slots = queue.empty(num_slots * 2, torch.int64)
         self._numbers = torch.arange(_NUMBERS, dtype=torch.int64, device=self._slots.device)
         self._host = queue.pinned(num_slots * 2)
@@ -121,7 +123,8 @@ class Ring:
 
     def mark(self, stream: int) -> None:
         """Say that the current stream, `stream`, has been given all that writes to the slots reserved last."""
-        self._queue.mark(stream)
+        if not self._queue.marks_when_sent(stream):
+            self._queue.mark(stream)
         self._used.add(stream)
 
     def reserve(self, slots: int) -> tuple[Flight, int]:
@@ -142,10 +145,12 @@ class Ring:
         return self._head + slots - self._tail <= self._capacity and len(self._flights) < MAX_FLIGHTS
 
     def _make_room(self, slots: int) -> None:
+        self._is_full = True
         while not self._has_room(slots):
             self.flush()
             if not self.land(lambda: self._has_room(slots)):
                 self._tail = self._head
+        self._is_full = False
 
     def flush(self) -> None:
         """Send what was submitted on its way to the host, behind the streams that still compute it."""
@@ -193,7 +198,7 @@ class Ring:
             if self._failure is not None:
                 raise DigestError(self._failure)
             time.sleep(pause)
-            pause = min(2 * pause, longest_pause_s)
+            pause = min(2 * pause, SHORT_PAUSE_S if self._is_full else longest_pause_s)
             if time.monotonic() - asked > _STALL_S:
                 self._ask_device()
                 asked = time.monotonic()
