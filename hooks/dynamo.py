@@ -27,6 +27,9 @@ pause: Callable[[Any], Any] = _dynamo.set_eval_frame
 """`before = pause(None)` turns TorchDynamo off in this thread, `pause(before)` puts it back."""
 
 
+_no_function: Any = torch._C.DisableTorchFunction
+
+
 class _Local(threading.local):
     depth = 0
 
@@ -68,7 +71,7 @@ def paused(function: F) -> F:
         before = pause(None)
         _local.depth += 1
         try:
-            with torch._C.DisableTorchFunction():
+            with _no_function():
                 return function(*args, **kwargs)
         except BitcheckError:
             raise

@@ -22,7 +22,7 @@ import functools
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,11 +135,10 @@ class _Outputs:
             self._others = {}
         self._others[index] = tracked
 
-    def items(self) -> Iterator[tuple[int, Tracked]]:
-        """Yield (output number, tensor) in the order in which they were added."""
-        yield self._index, self._first
-        if self._others is not None:
-            yield from self._others.items()
+    def items(self) -> list[tuple[int, Tracked]]:
+        """Return (output number, tensor) in the order in which they were added."""
+        first = (self._index, self._first)
+        return [first] if self._others is None else [first, *self._others.items()]
 
     @paused
     def __call__(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -149,18 +148,9 @@ class _Outputs:
                 self._hooks.record(tracked, gradient)
 
 
-class _Flow:
-    """What reaches a node from the loss: the recorded gradients by number, and the nodes passed since."""
-
-    __slots__ = ("names", "sources")
-
-    def __init__(self, sources: dict[int, None], names: tuple[str, ...]) -> None:
-        self.sources = sources
-        self.names = names
-
-
-_Arrival = tuple[int, Node, _Flow]
-"""To which output of a node, from which node, and what."""
+_Arrival = tuple[int, Node, tuple[int, ...], tuple[str, ...]]
+"""What comes along an edge: to which output of a node, from which node; the recorded gradients that reached that one
+from the loss, by number, and the names of the nodes passed since."""
 
 
 class GradientHooks:
@@ -296,34 +286,37 @@ class GradientHooks:
 
     def _plan(self, builder: StepBuilder, roots: list[torch.Tensor]) -> None:
         thread = threading.get_ident()
-        nodes: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
-        waits: dict[Node, int] = {}
         keys: dict[Node, int] = {}
+        waits: dict[Node, int] = {}
+        """Edges to a node that nothing came along yet."""
         stack = [root.grad_fn for root in roots if root.grad_fn is not None]
         while stack:
             node = stack.pop()
-            if node in nodes:
+            if node in keys:
                 continue
-            nodes[node] = edges = node.next_functions
             keys[node] = _key_of(node)
-            for below, _ in edges:
+            for below, _ in node.next_functions:  # asked again later: to keep them all would set off the collector
                 if below is not None:
                     waits[below] = waits.get(below, 0) + 1
                     stack.append(below)
         trace = self._enter(builder)
-        self._catch_lost_views(trace, nodes, keys)
+        self._catch_lost_views(trace, keys)
         owner_of = self.owners = _Owners([call for call in builder.calls if call.thread == thread])
 
         arriving: dict[Node, list[_Arrival]] = {}
-        ready = [node for node in nodes if not waits.get(node)]
+        ready = [node for node in keys if not waits.get(node)]
         while ready:
             node = ready.pop()
             outputs = trace.outputs.get(keys[node])
-            flow = self._flow_into(node, outputs, arriving.pop(node, []), owner_of, builder)
-            for below, index in nodes[node]:
+            sources, names = self._flow_into(node, outputs, arriving.pop(node, []), owner_of, builder)
+            for below, index in node.next_functions:
                 if below is None:
                     continue
-                arriving.setdefault(below, []).append((index, node, flow))
+                arrival = (index, node, sources, names)
+                if below in arriving:
+                    arriving[below].append(arrival)
+                else:
+                    arriving[below] = [arrival]
                 waits[below] -= 1
                 if not waits[below]:
                     ready.append(below)
@@ -335,8 +328,8 @@ class GradientHooks:
         arriving: list[_Arrival],
         owner_of: _Owners,
         builder: StepBuilder,
-    ) -> _Flow:
-        """Settle whose gradients the node's own are made from; return what it passes on."""
+    ) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Settle whose gradients the node's own are made from; return (sources, names) of what it passes on."""
         own = node.name()
         if own == "torch::autograd::AccumulateGrad":
             variable: torch.Tensor = node.variable  # type: ignore[attr-defined]
@@ -344,22 +337,22 @@ class GradientHooks:
             if tracked is not None:
                 tracked.trace = self._trace
                 _settle(tracked, arriving, owner_of, builder)
-            return _Flow({}, (own,))
+            return (), ()
         if outputs is None and len(arriving) == 1:
-            flow = arriving[0][2]
-            return _Flow(flow.sources, (own, *flow.names)[:MAX_NAMED_NODES])
+            _, _, flowing, names = arriving[0]
+            return flowing, _names_on(own, names)
         sources: dict[int, None] = {}
-        names: tuple[str, ...] = ()
+        names = ()
         for index, tracked in outputs.items() if outputs is not None else ():
             _settle(tracked, [arrival for arrival in arriving if arrival[0] == index], owner_of, builder)
             sources[tracked.number] = None
-        for index in dict.fromkeys([index for index, _, _ in arriving]):
+        for index in dict.fromkeys([arrival[0] for arrival in arriving]):
             if outputs is None or outputs.get(index) is None:
-                for at, _, flow in arriving:
+                for at, _, flowing, passed in arriving:
                     if at == index:
-                        sources.update(flow.sources)
-                        names = names or flow.names
-        return _Flow(sources, (own, *names)[:MAX_NAMED_NODES])
+                        sources.update(dict.fromkeys(flowing))
+                        names = names or passed
+        return tuple(sources), _names_on(own, names)
 
     def owner_of(self, builder: StepBuilder, node: Node) -> Call | None:
         """Return the module call that made a node which runs now, None for code outside all modules."""
@@ -367,13 +360,12 @@ class GradientHooks:
             return None
         return self.owners(node)
 
-    def _catch_lost_views(self, trace: _Trace, nodes: Iterable[Node], keys: dict[Node, int]) -> None:
+    def _catch_lost_views(self, trace: _Trace, keys: dict[Node, int]) -> None:
         """Catch at its base the gradient of a view that an in-place operation took out of the graph."""
         if not trace.views:
             return
         reached = set(keys.values())
-        for node in nodes:
-            key = keys[node]
+        for node, key in keys.items():
             view = trace.views.get(key)
             if view is None or view.key in reached:
                 continue
@@ -431,31 +423,33 @@ class GradientHooks:
         tracked.events = builder.add_tensor(site, gradient, group, self._sources(builder, tracked, owners))
         tracked.step = builder.step
 
-    def _sources(self, builder: StepBuilder, tracked: Tracked, owners: list[Call | None]) -> list[int]:
+    def _sources(self, builder: StepBuilder, tracked: Tracked, owners: list[Call | None]) -> tuple[int, ...]:
         trace = tracked.trace
         if tracked.sources is None or trace is None:  # entered past torch.autograd: everything before counts
             phases = (Phase.BACKWARD, Phase.LOSS, Phase.FORWARD)
-            return [index for index, site in enumerate(builder.record.sites) if site.phase in phases]
-        found: dict[int, None] = {}
+            return tuple([index for index, site in enumerate(builder.record.sites) if site.phase in phases])
+        step = builder.step
+        found: list[int] = []
         for number in tracked.sources:
             source = trace.tracked[number]
-            if source.step == builder.step:
-                found.update(dict.fromkeys(source.events))
+            if source.step == step:
+                found += source.events
         if not tracked.sources:
-            found.update(dict.fromkeys(builder.losses))
+            found += builder.losses
         if builder.received:  # by code between the gradients it is computed from and itself
             after = min(found, default=0)
-            found.update(dict.fromkeys(event for event in builder.received if event > after))
-        found.update(dict.fromkeys(builder.gathered))
-        if tracked.slot == "grad" and tracked.step == builder.step:  # a micro-batch adds to the one before
-            found.update(dict.fromkeys(tracked.events))
+            found += [event for event in builder.received if event > after]
+        found += builder.gathered
+        if tracked.slot == "grad" and tracked.step == step:  # a micro-batch adds to the one before
+            found += tracked.events
         for call in owners:
             if call is None:
-                found.update(dict.fromkeys([*builder.top.inputs, *builder.top.children]))
+                found += [*builder.top.inputs, *builder.top.children]
             else:
-                found.update(dict.fromkeys(call.known()))
-                found.update(dict.fromkeys(builder.recomputed.get((call.root, call.path), ())))
-        return list(found)
+                found += call.known()
+                if builder.recomputed:
+                    found += builder.recomputed.get((call.root, call.path), ())
+        return tuple(dict.fromkeys(found))
 
     def _group(self, builder: StepBuilder, tracked: Tracked, owner: Call | None) -> int:
         trace = self._trace
@@ -490,22 +484,39 @@ class _Owners:
         return call
 
 
+def _names_on(own: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names that a node passes on: nobody looks behind one that computes."""
+    return (own, *names)[:MAX_NAMED_NODES] if own in VIEW_NODES else _itself[own]
+
+
+class _Itself(dict[str, tuple[str, ...]]):
+    """A name -> a tuple of it alone, always the same one."""
+
+    def __missing__(self, name: str) -> tuple[str, ...]:
+        self[name] = alone = (name,)
+        return alone
+
+
+_itself = _Itself()
+
+
 def _settle(tracked: Tracked, arriving: list[_Arrival], owner_of: _Owners, builder: StepBuilder) -> None:
     """Write down by whom and from what a gradient is computed."""
     computed: dict[tuple[Call | None, str], None] = {}
-    for _, node, flow in arriving:
-        name = next((name for name in flow.names if name not in VIEW_NODES), flow.names[0])
+    for _, node, _, names in arriving:
+        name = names[-1] if names[-1] not in VIEW_NODES else names[0]
         computed[(owner_of(node), name)] = None
     if len(arriving) == 1:
-        sources = arriving[0][2].sources
+        sources = arriving[0][2]
     else:
-        sources = {}
-        for _, _, flow in arriving:
-            sources.update(flow.sources)
-    tracked.sources = builder.same(tuple(sources))
+        sources = tuple(dict.fromkeys([number for _, _, flowing, _ in arriving for number in flowing]))
+    tracked.sources = builder.same(sources)
     order = list(computed)
-    if len(order) > 1:
-        order.sort(key=lambda pair: (pair[0] is None, pair[0].first_node if pair[0] is not None else 0))
+    if len(order) == 1:
+        call, tracked.op = order[0]
+        tracked.owners = builder.same((call.number if call is not None else _OUTSIDE,))
+        return
+    order.sort(key=lambda pair: (pair[0] is None, pair[0].first_node if pair[0] is not None else 0))
     tracked.owners = builder.same(tuple([call.number if call is not None else _OUTSIDE for call, _ in order]))
     is_one = sum([call is not None for call, _ in order]) < 2
     named = [name if is_one or call is None else f"{name} in {call.path or call.root}" for call, name in order]

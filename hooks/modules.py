@@ -57,9 +57,12 @@ def named_tensors(value: Any, slot: str, depth: int = 0) -> Iterator[tuple[str, 
 
 def named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     """Return (slot, tensor) of every tensor among a call's arguments: `in.0`, `in.mask`."""
-    found = [pair for index, value in enumerate(args) for pair in named_tensors(value, f"in.{index}")]
-    for name, value in kwargs.items():
-        found.extend(named_tensors(value, f"in.{name}"))
+    found: list[tuple[str, torch.Tensor]] = []
+    for name, value in (*enumerate(args), *kwargs.items()):
+        if isinstance(value, torch.Tensor):
+            found.append((f"in.{name}", value))
+        else:
+            found += named_tensors(value, f"in.{name}")
     return found
 
 
@@ -198,7 +201,7 @@ class ModuleHooks:
     def _call_inner(self, original: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._local.stack and not self._recorder.current.is_kept:
             return original(module, *args, **kwargs)
-        name = self._name_inner(module)
+        name = self._recorder.registry.name_of(module) or self._name_inner(module)
         if name is None:
             return original(module, *args, **kwargs)
         return self._observe(original, module, name, args, kwargs, in_backward())
@@ -206,12 +209,9 @@ class ModuleHooks:
     @paused
     def _name_inner(self, module: nn.Module) -> ModuleName | None:
         recorder, local = self._recorder, self._local
-        name = recorder.registry.name_of(module)
-        if name is None:
-            parent = local.stack[-1] if local.stack else None
-            above = ModuleName(parent.root, parent.path, False) if parent is not None else recorder.add_root(module)
-            name = recorder.registry.add_below(module, above, local.root)
-        return name
+        parent = local.stack[-1] if local.stack else None
+        above = ModuleName(parent.root, parent.path, False) if parent is not None else recorder.add_root(module)
+        return recorder.registry.add_below(module, above, local.root)
 
     @skip_frame
     def _observe(
@@ -225,7 +225,7 @@ class ModuleHooks:
     ) -> Any:
         stack = self._local.stack
         passes_on = name.is_wrapper and self._is_deep and not is_compiled(module)
-        repeats = bool(stack) and (stack[-1].root, stack[-1].path) == (name.root, name.path)
+        repeats = bool(stack) and stack[-1].path == name.path and stack[-1].root == name.root
         if passes_on or repeats:  # the module that bears the name is called next, or it is a compiled one's own inside
             return original(module, *args, **kwargs)
         builder = self._recorder.current
@@ -302,7 +302,7 @@ class ModuleHooks:
         self, builder: StepBuilder, call: Call, arguments: list[tuple[str, torch.Tensor]], result: Any
     ) -> None:
         above = call.parent if call.parent is not None else builder.top
-        outputs = list(named_tensors(result, "out"))
+        outputs = [("out", result)] if isinstance(result, torch.Tensor) else [*named_tensors(result, "out")]
         if self._is_deep:
             sources = [*call.inputs, *call.children, *call.heard(), *builder.top.received]
             for slot, tensor in outputs:

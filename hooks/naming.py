@@ -18,6 +18,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from bitcheck.hooks.dynamo import skip_frame
+
 WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Attributes under which PyTorch's own wrappers hold what they wrap; no user names a child so."""
 
@@ -75,6 +77,7 @@ class ByIdentity(Generic[K, V]):
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[K], V]] = {}
 
+    @skip_frame
     def get(self, key: K) -> V | None:
         """Return the value of a key, None where it has none."""
         entry = self._entries.get(id(key))
@@ -137,6 +140,7 @@ class Registry:
         """Give a label to another holder."""
         self._labels[label] = weakref.ref(holder)
 
+    @skip_frame
     def name_of(self, module: nn.Module) -> ModuleName | None:
         """Return the name of a module, None for one that was never met."""
         return self._names.get(module)

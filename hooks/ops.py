@@ -226,12 +226,13 @@ class OpHooks(UnseenMode):
 
     def _locate(self) -> Location:
         recorder = self._recorder
-        builder = recorder.current
         call = recorder.modules.current
-        node = torch._C._current_autograd_node() if in_backward() else None
-        name = node.name() if node is not None else ""
-        if call is None and not in_backward():
+        is_backward = in_backward()
+        if call is None and not is_backward:
             return self._locate_outside()
+        builder = recorder.current
+        node = torch._C._current_autograd_node() if is_backward else None
+        name = node.name() if node is not None else ""
         # Most operations run where the one before did. A node is known by its number: to hold it would keep its graph.
         number = node._sequence_nr() if node is not None else -1
         place = (builder, recorder.gradients.owners, call, number, name)
@@ -491,16 +492,19 @@ def _sort_arguments(
     """Return the tensors and the numbers among an operation's arguments, named; None where a tensor has no bytes."""
     tensors: list[tuple[str, torch.Tensor]] = []
     scalars: list[tuple[str, Any]] = []
-    for name, value in named_arguments(facts, args, kwargs):
+    for pair in named_arguments(facts, args, kwargs):
+        value = pair[1]
         kind = type(value)
-        if kind in _PLAIN_SCALARS:
-            scalars.append((name, value))
-        elif kind in _PLAIN_TENSORS or isinstance(value, torch.Tensor):
-            if kind not in _PLAIN_TENSORS or value.is_meta:
+        if kind in _PLAIN_TENSORS:
+            if value.is_meta:
                 return None
-            tensors.append((name, value))
+            tensors.append(pair)
+        elif kind in _PLAIN_SCALARS:
+            scalars.append(pair)
+        elif isinstance(value, torch.Tensor):
+            return None
         elif _is_scalar(value):
-            scalars.append((name, value))
+            scalars.append(pair)
     return tensors, scalars
 
 

@@ -244,14 +244,13 @@ class StepBuilder:
         Without `add_writers`, `inputs` are all that it was computed from, also at level `op`.
         """
         if self.is_kept and self._has_landed(tensor):
-            sources = inputs = tuple(inputs)
-            if add_writers and self.writers is not None and (wrote := self.writers(self, tensor)):
-                sources = tuple(dict.fromkeys((*inputs, *wrote)))
+            inputs = self.same(tuple(inputs))
+            sources = self._with_writers(inputs, tensor) if add_writers else inputs
             plain = digest_plain(tensor)  # the short way for what nearly every tensor is
             if plain is not None:
-                return _alone[self.record.add(site, *plain, group, self.same(sources))]
+                return _alone[self.record.add(site, *plain, group, sources)]
             if tensor.is_cuda:
-                index = self._add_one_on_device(site, tensor, group, self.same(sources))
+                index = self._add_one_on_device(site, tensor, group, sources)
                 if index is not None:
                     return _alone[index]
         return self.add_tensors([(site, tensor)], group, inputs, add_writers)
@@ -276,6 +275,12 @@ class StepBuilder:
                 return [_alone[index] for index in added]
         add = self.add_computed
         return [add(site, tensor, group, given) for site, tensor, given in zip(sites, tensors, inputs, strict=True)]
+
+    def _with_writers(self, inputs: tuple[int, ...], tensor: torch.Tensor) -> tuple[int, ...]:
+        """Return what a tensor was computed from, those included that last wrote its memory."""
+        if self.writers is not None and (wrote := self.writers(self, tensor)):
+            return self.same(tuple(dict.fromkeys((*inputs, *wrote))))
+        return inputs
 
     def _has_landed(self, tensor: torch.Tensor) -> bool:
         """Say whether no collective still writes a plain tensor; of any other it is found out the long way."""
@@ -320,21 +325,24 @@ class StepBuilder:
         add_writers: bool = True,
     ) -> list[int]:
         """Record many tensors at once, which is one launch on a device."""
-        if not self.is_kept:
+        if not (self.is_kept and tensors):
             return []
         record = self.record
         added: list[int] = []
         given = self.same(tuple(inputs))
-        writers = self.writers if add_writers else None
-        locals_ = [(local if (local := local_part(tensor)) is not None else tensor) for _, tensor in tensors]
-        captured = self._capture(locals_)
+        computed_from = [self._with_writers(given, tensor) if add_writers else given for _, tensor in tensors]
+        stored = [tensor if (local := local_part(tensor)) is None else local for _, tensor in tensors]
+        if stored[0].is_cuda:
+            together = self._add_on_device([site for site, _ in tensors], stored, group, computed_from)
+            if together is not None:
+                for event, local, (_, tensor) in zip(together, stored, tensors, strict=True):
+                    if local is not tensor and (where := placement_text(tensor)):
+                        record.placements[event] = where
+                return list(together)
+        captured = self._capture(stored)
         waiting: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-        for position, (site, tensor) in enumerate(tensors):
+        for position, ((site, tensor), sources) in enumerate(zip(tensors, computed_from, strict=True)):
             try:
-                if writers is not None and (wrote := writers(self, tensor)):
-                    sources = self.same(tuple(dict.fromkeys((*given, *wrote))))
-                else:
-                    sources = given
                 if (
                     self.flying
                     and self.awaited is not None
@@ -342,7 +350,7 @@ class StepBuilder:
                 ):
                     added += owed
                     continue
-                local = locals_[position]
+                local = stored[position]
                 where = placement_text(tensor) if local is not tensor else ""
                 index: int | None = None
                 if position in captured:
@@ -371,7 +379,8 @@ class StepBuilder:
                 self.miss(f"{site.text(False)}: {error}")
         for device, parts in waiting.items():
             try:
-                tickets = self._digesters[device].submit_many([part for _, part in parts])
+                kinds = [record.kinds[index] for index, _ in parts]
+                tickets = self._digesters[device].submit_many([part for _, part in parts], kinds)
             except DigestError as error:  # the device has failed: the program hears of it by itself
                 for index, _ in parts:
                     record.digests[index] = UNREAD
@@ -385,22 +394,20 @@ class StepBuilder:
 
         Where one of a device's cannot be read there are none of it: which, and why, is found one by one.
         """
-        found: dict[torch.device, list[tuple[int, Kind]]] = {}
+        found: dict[torch.device, dict[int, Kind]] = {}
         captured: dict[int, tuple[Kind, int]] = {}
         if self.flying:
             return captured
         for position, tensor in enumerate(tensors):
             if (kind := plain_on_device(tensor)) is not None:
-                found.setdefault(tensor.device, []).append((position, kind))
+                found.setdefault(tensor.device, {})[position] = kind
         for device, places in found.items():
+            kinds = list(places.values())
             try:
-                tickets = self._digesters[device].submit_many(
-                    [tensors[position] for position, _ in places], [kind for _, kind in places]
-                )
+                tickets = self._digesters[device].submit_many([tensors[position] for position in places], kinds)
             except DigestError:
                 continue
-            for (position, kind), ticket in zip(places, tickets, strict=True):
-                captured[position] = kind, ticket
+            captured.update(zip(places, zip(kinds, tickets, strict=True), strict=True))
         return captured
 
     def add_value(self, site: Site, value: object, group: int = -1) -> list[int]:

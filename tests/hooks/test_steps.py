@@ -1,0 +1,79 @@
+"""A step being recorded, on a stand-in for a device: plain tensors are captured many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from bitcheck.errors import DigestError
+from bitcheck.events import Kind, Phase, Site, StepKind
+from bitcheck.hooks import steps
+from bitcheck.hooks.steps import Digesters, StepBuilder
+from bitcheck.hooks.tensors import digest_tensor, kind_of
+
+
+class Device:
+    """Digests CPU tensors as a device's digester does its own; all or none of those that are given at once."""
+
+    def __init__(self) -> None:
+        self.launches: list[int] = []
+        self._known: dict[int, tuple[bytes, bytes]] = {}
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Raise DigestError where a tensor's memory is freed."""
+        digest_tensor(tensor)
+
+    def submit_many(self, tensors: Sequence[torch.Tensor], kinds: Sequence[Kind] | None = None) -> list[int]:
+        """Return a ticket for each tensor."""
+        assert kinds == [kind_of(tensor) for tensor in tensors]
+        found = [digest_tensor(tensor) for tensor in tensors]
+        tickets = [len(self._known) + number for number in range(len(tensors))]
+        self._known.update(zip(tickets, found, strict=True))
+        self.launches.append(len(tensors))
+        return tickets
+
+    def resolve(self, ticket: int) -> tuple[bytes, bytes]:
+        """Return (digest, leaf digests), once."""
+        found = self._known[ticket]
+        self._known[ticket] = b"", b""
+        return found
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """What takes the place of a device on which all plain tensors lie."""
+    device = Device()
+    monkeypatch.setattr(Digesters, "__missing__", lambda self, key: device)
+    monkeypatch.setattr(steps, "digest_plain", lambda tensor: None)
+    monkeypatch.setattr(steps, "plain_on_device", kind_of)
+    return device
+
+
+def record(tensors: list[torch.Tensor]) -> tuple[dict[str, bytes], dict[str, int]]:
+    """Return digest by path, and what was missed, of tensors that are recorded together."""
+    builder = StepBuilder(0, StepKind.STEP, True, Digesters(lambda num_bytes: True, lambda land: None))
+    sites = [Site(Phase.PARAM, "Net", str(number), "value") for number in range(len(tensors))]
+    builder.add_tensors(list(zip(sites, tensors, strict=True)))
+    step = builder.finish()
+    return {site.path: digest for site, digest in zip(step.sites, step.digests, strict=True)}, step.unobserved
+
+
+def test_tensors_that_are_recorded_together_are_one_launch(device: Device) -> None:
+    tensors = [torch.arange(5.0), torch.ones(3, 4).t(), torch.zeros(2, dtype=torch.int64)]
+    digests, missed = record(tensors)
+    assert digests == {str(number): digest_tensor(tensor)[0] for number, tensor in enumerate(tensors)}
+    assert not missed
+    assert device.launches == [3]
+
+
+def test_a_tensor_whose_memory_is_freed_is_missed_alone(device: Device) -> None:
+    tensors = [torch.arange(5.0), torch.ones(4), torch.zeros(2)]
+    tensors[1].untyped_storage().resize_(0)
+    with pytest.raises(DigestError):
+        device.submit_many(tensors, [kind_of(tensor) for tensor in tensors])
+    digests, missed = record(tensors)
+    assert digests == {number: digest_tensor(tensors[int(number)])[0] for number in ("0", "2")}
+    assert len(missed) == 1
+    assert next(iter(missed)).startswith("param/1:value: ")
