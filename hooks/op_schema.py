@@ -52,9 +52,8 @@ PARTLY_WRITTEN = frozenset({"fsdp.all_gather_copy_in.default"})
 """Operators that give memory of which they wrote a part: a collective writes the rest, and is recorded."""
 PASSED_OVER = frozenset({"c10d", "_c10d_functional", "c10d_functional", "profiler", "prim", "prims", "debugprims"})
 """Namespaces whose operators are not recorded here: collectives are recorded where they complete."""
-
-
-_SEQUENCES = frozenset({list, tuple})
+SEQUENCES = frozenset({list, tuple})
+"""What holds several arguments in one."""
 
 
 class OpFacts(NamedTuple):
@@ -102,11 +101,11 @@ def facts_of(op: Any) -> OpFacts:
 def named_arguments(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return (name, value) of the arguments that a call gives, members of lists as `name.0`, `name.1`."""
     named = [*zip(facts.arguments, args, strict=False), *kwargs.items()]
-    if _SEQUENCES.isdisjoint([type(value) for _, value in named]):
+    if SEQUENCES.isdisjoint([type(value) for _, value in named]):
         return named
     found: list[tuple[str, Any]] = []
     for name, value in named:
-        if type(value) in _SEQUENCES and any(isinstance(member, torch.Tensor) for member in value):
+        if type(value) in SEQUENCES and any(isinstance(member, torch.Tensor) for member in value):
             found += zip(_member_names(name, len(value)), value, strict=True)
         else:
             found.append((name, value))

@@ -18,7 +18,7 @@ under autograd, so it sees backward and the optimizer as well; it changes no ope
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,7 +33,7 @@ from bitcheck.hooks.dynamo import UnseenMode, is_quiet, paused, skip_frame
 from bitcheck.hooks.launches import Kernel, LaunchHooks
 from bitcheck.hooks.lines import Lines
 from bitcheck.hooks.modules import in_backward, named_tensors
-from bitcheck.hooks.op_schema import OpFacts, facts_of, named_arguments
+from bitcheck.hooks.op_schema import SEQUENCES, OpFacts, facts_of, named_arguments
 from bitcheck.hooks.sites import Sites
 from bitcheck.hooks.steps import StepBuilder
 from bitcheck.hooks.tensors import storage_id
@@ -492,7 +492,10 @@ def _sort_arguments(
     """Return the tensors and the numbers among an operation's arguments, named; None where a tensor has no bytes."""
     tensors: list[tuple[str, torch.Tensor]] = []
     scalars: list[tuple[str, Any]] = []
-    for pair in named_arguments(facts, args, kwargs):
+    pairs: Iterable[tuple[str, Any]] = zip(facts.arguments, args, strict=False)
+    if kwargs or not SEQUENCES.isdisjoint(map(type, args)):
+        pairs = named_arguments(facts, args, kwargs)
+    for pair in pairs:
         value = pair[1]
         kind = type(value)
         if kind in _PLAIN_TENSORS:

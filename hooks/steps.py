@@ -246,22 +246,16 @@ class StepBuilder:
         if self.is_kept and self._has_landed(tensor):
             inputs = self.same(tuple(inputs))
             sources = self._with_writers(inputs, tensor) if add_writers else inputs
-            plain = digest_plain(tensor)  # the short way for what nearly every tensor is
-            if plain is not None:
-                return _alone[self.record.add(site, *plain, group, sources)]
-            if tensor.is_cuda:
-                index = self._add_one_on_device(site, tensor, group, sources)
-                if index is not None:
-                    return _alone[index]
+            index = self._add_plain(site, tensor, group, sources)
+            if index is not None:
+                return _alone[index]
         return self.add_tensors([(site, tensor)], group, inputs, add_writers)
 
     def add_computed(self, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]) -> tuple[int, ...]:
         """Record a tensor of which `inputs` are all that it was computed from: the short way for a plain one."""
         if self.is_kept and self._has_landed(tensor):
-            plain = digest_plain(tensor)
-            if plain is not None:
-                return _alone[self.record.add(site, *plain, group, inputs)]
-            if tensor.is_cuda and (index := self._add_one_on_device(site, tensor, group, inputs)) is not None:
+            index = self._add_plain(site, tensor, group, inputs)
+            if index is not None:
                 return _alone[index]
         return tuple(self.add_tensors([(site, tensor)], group, inputs, add_writers=False))
 
@@ -286,17 +280,21 @@ class StepBuilder:
         """Say whether no collective still writes a plain tensor; of any other it is found out the long way."""
         return not self.flying or storage_id(tensor) not in self.flying
 
-    def _add_one_on_device(self, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]) -> int | None:
-        """Record a plain tensor of a device; None where it is not, or cannot be read."""
+    def _add_plain(self, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]) -> int | None:
+        """Record what nearly every tensor is, a plain one, the short way; None where it is not, or cannot be read."""
+        if not tensor.is_cuda:
+            plain = digest_plain(tensor)
+            return self.record.add(site, *plain, group, inputs) if plain is not None else None
         kind = plain_on_device(tensor)
         if kind is None:
             return None
+        device = tensor.device
         try:
-            ticket = self._digesters[tensor.device].submit(tensor, kind)
+            ticket = self._digesters[device].submit(tensor, kind)
         except DigestError:
             return None  # the long way tells why
         index = self.record.add(site, kind, b"", b"", group, inputs)
-        self._owed[tensor.device][index] = ticket
+        self._owed[device][index] = ticket
         return index
 
     def _add_on_device(
