@@ -299,6 +299,8 @@ class OpHooks(UnseenMode):
                 storages.add(storage)
             memory = memories.get(storage)
             if memory is not None and not _is_gone(memory.weak):
+                if changes and memory.is_fresh and argument in facts.written:
+                    continue  # what it held before is chance: what the operation leaves of that is in what it wrote
                 read_sites.append(sites[name])
                 sources.append(memory.events if memory.builder is builder else ())
             else:

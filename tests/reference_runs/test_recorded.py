@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,3 +147,13 @@ def test_the_digest_of_the_text_is_part_of_the_runs_environment(
     assert answer.cause == "data"
     (difference,) = answer.environment
     assert (difference.key, difference.baseline, difference.candidate) == ("program.text", text.digest, other.digest)
+
+
+def test_at_level_op_two_processes_are_identical_whatever_their_memory_held_before(tmp_path: Path) -> None:
+    """The C library fills what it hands out with a byte of choice: what nobody wrote differs between these runs."""
+    for name, byte in (("a", "85"), ("b", "170")):
+        command = [sys.executable, "-m", "bitcheck", "reference", "train", "--config", "nano", "--steps", "1"]
+        command += ["--level", "op", "--record", str(tmp_path / name), "--quiet"]
+        subprocess.run(command, check=True, capture_output=True, env=os.environ | {"MALLOC_PERTURB_": byte})
+    answer = compare(tmp_path / "a", tmp_path / "b")
+    assert answer.verdict == "identical", answer.explanation
