@@ -122,12 +122,13 @@ def test_a_free_form_differs_from_run_to_run_and_is_found_where_it_is(
     assert site in f"{answer.first.site} {answer.first.module}"
 
 
-def test_the_deterministic_recipe_gives_identical_runs_at_level_module(long_text: Text, tmp_path: Path) -> None:
+@pytest.mark.parametrize("level", ["module", "op"])
+def test_the_deterministic_recipe_gives_identical_runs(long_text: Text, tmp_path: Path, level: str) -> None:
     for name in ("a", "b"):
-        run(long_text, HYBRID, steps=1, record=tmp_path / name, level="module")
+        run(long_text, HYBRID, steps=1, record=tmp_path / name, level=level)
     with open_run(tmp_path / "a") as baseline, open_run(tmp_path / "b") as candidate:
         answer = diff_runs(baseline, candidate)
-    assert str(answer.verdict) == "identical"
+    assert answer.verdict == "identical", answer.explanation
 
 
 def test_the_average_is_complete_when_it_is_read(long_text: Text) -> None:
