@@ -10,6 +10,7 @@ aten::empty_like(Tensor self, ...)                                    gives memo
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,7 @@ PASSED_OVER = frozenset({"c10d", "_c10d_functional", "c10d_functional", "profile
 """Namespaces whose operators are not recorded here: collectives are recorded where they complete."""
 SEQUENCES = frozenset({list, tuple})
 """What holds several arguments in one."""
+PLAIN_SCALARS = frozenset({type(None), bool, int, float, str})
 
 
 class OpFacts(NamedTuple):
@@ -105,11 +107,17 @@ def named_arguments(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any
         return named
     found: list[tuple[str, Any]] = []
     for name, value in named:
-        if type(value) in SEQUENCES and any(isinstance(member, torch.Tensor) for member in value):
+        if type(value) in SEQUENCES and _has_tensor(value):
             found += zip(_member_names(name, len(value)), value, strict=True)
         else:
             found.append((name, value))
     return found
+
+
+def _has_tensor(values: Sequence[Any]) -> bool:
+    if PLAIN_SCALARS.issuperset(map(type, values)):  # a shape, mostly
+        return False
+    return any(isinstance(value, torch.Tensor) for value in values)
 
 
 @functools.lru_cache(maxsize=4096)

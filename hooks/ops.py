@@ -33,7 +33,7 @@ from bitcheck.hooks.dynamo import UnseenMode, is_quiet, paused, skip_frame
 from bitcheck.hooks.launches import Kernel, LaunchHooks
 from bitcheck.hooks.lines import Lines
 from bitcheck.hooks.modules import in_backward, named_tensors
-from bitcheck.hooks.op_schema import SEQUENCES, OpFacts, facts_of, named_arguments
+from bitcheck.hooks.op_schema import PLAIN_SCALARS, SEQUENCES, OpFacts, facts_of, named_arguments
 from bitcheck.hooks.sites import Sites
 from bitcheck.hooks.steps import StepBuilder
 from bitcheck.hooks.tensors import storage_id
@@ -63,7 +63,6 @@ _SWEEP = 256
 """Storages to know of before those that are gone are looked for."""
 _MAX_FRAMES_BELOW_OBJECTS = 8
 """How far below a function that sends objects its operations on the pickles are."""
-_PLAIN_SCALARS = frozenset({type(None), bool, int, float, str})
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 PROGRAM = "program"
 """Stands for the module where an operation runs outside all modules."""
@@ -365,9 +364,12 @@ class OpHooks(UnseenMode):
                 wrote.append((slot, tensor, storage))
         if not wrote:
             return
-        added = builder.add_all_computed(
-            [sites[slot] for slot, _, _ in wrote], [tensor for _, tensor, _ in wrote], group, [inputs] * len(wrote)
-        )
+        if len(wrote) == 1:
+            added = [builder.add_computed(sites[wrote[0][0]], wrote[0][1], group, inputs)]
+        else:
+            slots, tensors, _ = zip(*wrote, strict=True)
+            places = [sites[slot] for slot in slots]
+            added = builder.add_all_computed(places, list(tensors), group, [inputs] * len(wrote))
         for number, ((_, tensor, storage), events) in enumerate(zip(wrote, added, strict=True)):
             if line:
                 builder.record.values.update(dict.fromkeys(events, line))
@@ -504,7 +506,7 @@ def _sort_arguments(
             if value.is_meta:
                 return None
             tensors.append(pair)
-        elif kind in _PLAIN_SCALARS:
+        elif kind in PLAIN_SCALARS:
             scalars.append(pair)
         elif isinstance(value, torch.Tensor):
             return None
@@ -515,11 +517,11 @@ def _sort_arguments(
 
 def _is_scalar(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return all(_is_scalar(member) for member in value)
+        return PLAIN_SCALARS.issuperset(map(type, value)) or all(_is_scalar(member) for member in value)
     return value is None or isinstance(value, (bool, int, float, complex, str, np.generic))
 
 
 def _is_plain(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(map(_is_plain, value))
-    return type(value) in _PLAIN_SCALARS
+    return type(value) in PLAIN_SCALARS
