@@ -136,6 +136,21 @@ def test_a_changed_bit_in_a_value_is_found(saved: Any, tmp_path: Path) -> None:
         checkpoint.load(edited)
 
 
+def test_what_was_verified_stays_as_it_was_whatever_becomes_of_the_file(saved: Any) -> None:
+    path = saved[0]
+    name = "masters/embedding.weight"
+    _, values = checkpoint.load(path)
+    digest, data = checkpoint.digest_value(values[name]), values[name].numpy().tobytes()
+    at = path.read_bytes().index(data) + len(data) // 2
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes(255 - byte for byte in data[len(data) // 2 :][:4]))
+    assert checkpoint.digest_value(values[name]) == digest
+    with path.open("r+b") as file:
+        file.truncate(4096)
+    assert checkpoint.digest_value(values[name]) == digest
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
