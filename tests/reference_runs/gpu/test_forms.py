@@ -496,6 +496,7 @@ def test_a_whole_model_has_the_loss_and_the_gradients_of_the_portable_one(
     copied = on_device(model)
     with portable(), hooked(model, TopK, keep):
         loss, theirs = loss_and_gradients(model, batch)
+    assert chosen
     # How far the portable form's gradients go from there when what its modules give is moved by a rounding: FP8's
     # next code is up to an eighth away, and sums that cancel, as the scan's D, move by more.
     with portable(), hooked(model, TopK, choose_again), hooked(model, None, move):
