@@ -134,7 +134,9 @@ def kind_of(name: str) -> str:
 @click.command()
 @click.option("--config", "config_name", default="tiny", show_default=True)
 @click.option("--steps", type=click.IntRange(1), default=40, show_default=True, help="Of training before.")
-@click.option("--batches", type=click.IntRange(2), default=60, show_default=True, help="On which the same weights are compared.")
+@click.option(
+    "--batches", type=click.IntRange(2), default=60, show_default=True, help="On which the same weights are compared."
+)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--hardware", default=platform.processor() or platform.machine(), help="What to call this machine.")
 @click.option("--date", default="", help="The day, for the result's first lines.")
