@@ -26,7 +26,7 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.proof_800 import EXPECTED
+from benchmarks.trainer_faults import EXPECTED
 from bitcheck.reference_runs.checkpoint import load as load_checkpoint
 from bitcheck.reference_runs.sharded import INDEX, digests_of
 

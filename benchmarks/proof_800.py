@@ -8,7 +8,8 @@
 Of each configuration there are three runs, `first`, `second` and `resumed`, and with --module-steps two short ones
 at level module. Up to --at-once of them run at a time, spread over the GPUs; a resumed one goes before others as soon
 as its checkpoint is there. The result is written anew after each run and each comparison, so that what was found is
-on disk whenever this ends; at the --limit runs are stopped, and compared as far as they came.
+on disk whenever this ends; at the --limit runs are stopped, and compared as far as they came. Only runs of this
+invocation are compared: a --folder that holds one of their names is refused.
 
 Then, for each piece of state that a checkpoint holds, the run is resumed without it, and `bitcheck diff`
 has to say so and name it; and with one kernel switched to its atomic form, and `diff` has to blame it.
@@ -22,13 +23,11 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,29 +35,8 @@ from typing import Any
 import click
 import torch
 
-EXPECTED = {
-    "masters": ("restore", ":master"),
-    "moments": ("restore", ":exp_avg_sq"),
-    "step": ("restore", ":step"),
-    "router_bias": ("restore", "moe.router.bias"),
-    "ema": ("restore", "extra/ema"),
-    "rng.torch": ("rng", "rng/torch.cpu"),
-    "rng.python": ("rng", "rng/python"),
-    "rng.numpy": ("rng", "rng/numpy"),
-    "data": ("data", "batch/Model"),
-}
-"""What is left out -> the cause that `diff` has to give, and a part of the site of one of the origins."""
-
-SWITCHED = {
-    "moe.dprob=atomic": ("backward", "moe.experts.down:grad_in.1"),
-    "moe.combine=atomic": ("forward", "moe.combine:out"),
-    "moe.wgrad=atomic": ("backward", "moe.experts."),
-    "moe.topk=unstable": ("forward", "moe.router.topk:out"),
-    "embedding.backward=atomic": ("backward", "embedding.weight:grad"),
-    "norm.dweight=atomic": ("backward", "norm.weight:grad"),
-    "attention.backward=fast": ("backward", "attn.core:grad_in.0"),
-}
-"""A switch's free form -> the cause, and a part of the site of the first origin."""
+from benchmarks import children
+from benchmarks.trainer_faults import FAULTS, Fault
 
 
 @dataclass(frozen=True)
@@ -113,8 +91,12 @@ class Bench:
     began: float = field(default_factory=time.perf_counter)
     lines: list[str] = field(default_factory=list)
     """A line for each run that has ended."""
+    begun: set[str] = field(default_factory=set)
+    cut: set[str] = field(default_factory=set)
+    """Of those begun: stopped at the limit."""
     proofs: list[Comparison] = field(default_factory=list)
-    faults: list[tuple[str, str, Comparison, bool]] = field(default_factory=list)
+    faults: list[tuple[Fault, str, Comparison | None]] = field(default_factory=list)
+    """With the name of the run; what did not come to its end was not compared."""
 
     def train(self, jobs: list[Job], on_end: Callable[[set[str]], None] = lambda ended: None) -> set[str]:
         """Make the runs, as many at a time as may be, and return the names of those that came to their end.
@@ -122,29 +104,43 @@ class Bench:
         `on_end` gets those names so far after each run.
         """
         waiting, running, ended = list(jobs), dict[str, Running](), set[str]()
-        with _stopping(running):
+        try:
             while waiting or running:
                 over = [name for name, run in running.items() if run.process.poll() is not None]
                 for name in over:
                     if self._end(name, running.pop(name)):
                         ended.add(name)
-                for job in [job for job in waiting if _is_hopeless(job, waiting, running)]:
-                    waiting.remove(job)
-                    self._note(f"`{job.name}` was not run: there is no checkpoint")
-                ready = [job for job in waiting if job.checkpoint is None or job.checkpoint.exists()]
-                ready.sort(key=lambda job: job.checkpoint is None)
-                while ready and len(running) < self.at_once:
-                    job = ready.pop(0)
-                    waiting.remove(job)
-                    running[job.name] = self._start(job, [run.gpu for run in running.values()])
+                if not self.is_over:
+                    self._start_some(waiting, running)
                 if over:
                     on_end(ended)
-                if time.perf_counter() > self.deadline:
-                    names = ", ".join(f"`{name}`" for name in [*running, *(job.name for job in waiting)])
-                    self._note(f"stopped, or not begun, at the limit: {names}")
-                    return ended
+                if self.is_over:
+                    break
                 time.sleep(0.2)
+        finally:
+            children.stop(run.process for run in running.values())
+        self.cut |= set(running)
+        for what, names in (("stopped at", list(running)), ("not begun before", [job.name for job in waiting])):
+            if names:
+                self.note(f"{what} the limit: {', '.join(f'`{name}`' for name in names)}")
         return ended
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the limit has passed."""
+        return time.perf_counter() > self.deadline
+
+    def _start_some(self, waiting: list[Job], running: dict[str, Running]) -> None:
+        """Move runs that can start from `waiting` to `running`, as many as may run at a time."""
+        for job in [job for job in waiting if _is_hopeless(job, waiting, running)]:
+            waiting.remove(job)
+            self.note(f"`{job.name}` was not run: there is no checkpoint")
+        ready = [job for job in waiting if job.checkpoint is None or job.checkpoint.exists()]
+        ready.sort(key=lambda job: job.checkpoint is None)
+        for job in ready[: max(0, self.at_once - len(running))]:
+            waiting.remove(job)
+            self.begun.add(job.name)
+            running[job.name] = self._start(job, [run.gpu for run in running.values()])
 
     def _start(self, job: Job, busy: list[int]) -> Running:
         gpu = min(range(self.gpus), key=busy.count)
@@ -164,10 +160,11 @@ class Bench:
         last, status = said[-1] if said else "", run.process.returncode
         if status:
             click.echo("\n".join(said[-30:]))
-        self._note(f"`{run.command}`: {f'exit status {status}' if status else 'done'} after {took:.0f} s; {last}")
+        self.note(f"`{run.command}`: {f'exit status {status}' if status else 'done'} after {took:.0f} s; {last}")
         return status == 0
 
-    def _note(self, line: str) -> None:
+    def note(self, line: str) -> None:
+        """Add a line to those of the runs."""
         click.echo(f"{self._seconds:4.0f} s  {line}")
         self.lines.append(line)
         self.write()
@@ -213,7 +210,7 @@ class Bench:
             if not first and proof.answer.get("cause"):
                 where = f", {proof.answer['cause']}"
             cells = [
-                f"{proof.baseline}, {proof.candidate}",
+                ", ".join(f"{name} (cut)" if name in self.cut else name for name in (proof.baseline, proof.candidate)),
                 f"**{proof.verdict}**{where}",
                 *counts,
                 f"`{proof.command}`",
@@ -225,34 +222,20 @@ class Bench:
             yield ""
             yield "| fault | should be found | cause | first | origins | found |"
             yield "|---|---|---|---|---|---|"
-        for fault, expected, comparison, is_found in self.faults:
-            answer = comparison.answer
+        for fault, name, comparison in self.faults:
+            answer = comparison.answer if comparison else {}
             first = f"step {answer['first']['step']}, `{answer['first']['site']}`" if answer.get("first") else "-"
-            count = len(answer.get("origins", ()))
-            found = "yes" if is_found else "**no**"
-            yield f"| `{fault}` | {expected} | {answer.get('cause')} | {first} | {count} | {found} |"
+            count = len(answer["origins"]) if answer else "-"
+            found = "yes" if fault.is_found(answer) else "**no**"
+            if comparison is None:
+                found = "not finished" if name in self.begun else "not run"
+            named = f"`{' '.join(fault.options)}` | {fault.cause}, `{fault.part}`"
+            yield f"| {named} | {answer.get('cause') or '-'} | {first} | {count} | {found} |"
         yield ""
         yield "The runs, in the order in which they ended:"
         yield ""
         yield from (f"- {line}" for line in self.lines)
         yield ""
-
-
-@contextmanager
-def _stopping(running: dict[str, Running]) -> Iterator[None]:
-    """Stop what still runs when this ends, in whatever way, a SIGTERM from `timeout` included."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
-    try:
-        yield
-    finally:
-        for run in running.values():
-            run.process.terminate()
-        for run in running.values():
-            try:
-                run.process.wait(10)
-            except subprocess.TimeoutExpired:
-                run.process.kill()
-        signal.signal(signal.SIGTERM, before)
 
 
 def _is_hopeless(job: Job, waiting: list[Job], running: dict[str, Any]) -> bool:
@@ -318,7 +301,7 @@ def main(
     title = f"{steps} steps of {' and '.join(f'`{name}`' for name in configs)}: fresh, fresh again, resumed"
     sizes = [("--sequences", sequences), ("--micro-batches", micro_batches)]
     given = tuple(word for option, size in sizes if size is not None for word in (option, str(size)))
-    with tempfile.TemporaryDirectory() as temporary:
+    with children.sigterm_exits(), tempfile.TemporaryDirectory() as temporary:
         work = (folder or Path(temporary)).absolute()
         work.mkdir(parents=True, exist_ok=True)
         saved = (checkpoints or work).absolute() / f"proof-{os.getpid()}"
@@ -344,6 +327,7 @@ def _prove(
 ) -> bool:
     half = steps // 2 + 1  # so that --save-every writes one checkpoint, of gigabytes for large configurations
     jobs, pairs, short_jobs = list[Job](), list[tuple[str, str]](), list[Job]()
+    faulty = dict[str, list[Job]]()
     for config in configs:
         train = ("reference", "train", "--config", config, "--device", device, *sizes, "--quiet")
         long = (*train, "--steps", str(steps), "--level", level)
@@ -361,6 +345,20 @@ def _prove(
             short = (*train, "--steps", str(module_steps), "--level", "module")
             short_jobs += [Job(name, (*short, "--record", name)) for name in names]
             pairs.append((names[0], names[1]))
+        if with_faults:
+            short = (*train, "--level", level, "--steps", str(half + 3), "--resume", str(checkpoint))
+            names = [f"{config}-{fault.name}" for fault in FAULTS]
+            faulty[config] = [
+                Job(name, (*short, "--record", name, *fault.options)) for name, fault in zip(names, FAULTS, strict=True)
+            ]
+    jobs += short_jobs
+    all_jobs = [*jobs, *(job for config in faulty for job in faulty[config])]
+    there = [job.name for job in all_jobs if (bench.folder / job.name).exists()]
+    if there:
+        raise click.UsageError(
+            f"{bench.folder}: {', '.join(there)} there already, which would be taken for runs of this invocation; "
+            "give an empty --folder"
+        )
     compared = set[tuple[str, str]]()
 
     def compare(ended: set[str]) -> None:
@@ -373,34 +371,32 @@ def _prove(
             if f"{config}-resumed" in ended and not with_faults:
                 shutil.rmtree(saved / config, ignore_errors=True)
 
-    ended = bench.train(jobs + short_jobs, compare)
+    ended = bench.train(jobs, compare)
     # What was cut is compared as far as it came.
-    compare({name for pair in pairs for name in pair if (bench.folder / name / "run.json").exists()})
-    is_good = ended == {job.name for job in jobs + short_jobs} and all(proof.is_identical for proof in bench.proofs)
-    for config in configs if with_faults else ():
-        train = ("reference", "train", "--config", config, "--device", device, *sizes, "--quiet", "--level", level)
+    compare(ended | {name for name in bench.cut if (bench.folder / name / "run.json").exists()})
+    is_good = ended == {job.name for job in jobs} and all(proof.is_identical for proof in bench.proofs)
+    for config, planned in faulty.items():
         checkpoint = saved / config / f"step-{half:06d}.pt"
-        short = (*train, "--steps", str(half + 3), "--resume", str(checkpoint))
-        is_good &= _find_faults(bench, config, short)
+        if bench.is_over:
+            bench.note(f"no fault was planned in `{config}`: the limit had passed")
+        elif f"{config}-first" not in ended or not checkpoint.exists():
+            bench.note(f"no fault was planned in `{config}`: there is no whole first run with a checkpoint")
+        elif _find_faults(bench, config, planned):
+            continue
+        is_good = False
     return is_good
 
 
-def _find_faults(bench: Bench, config: str, short: tuple[str, ...]) -> bool:
-    """Plan each fault in three steps from the checkpoint, and tell whether all were found."""
-    planned = [(("--leave-out", piece), cause, part) for piece, (cause, part) in EXPECTED.items()]
-    planned += [(("--set", setting), cause, part) for setting, (cause, part) in SWITCHED.items()]
-    names = [f"{config}-{fault[0].strip('-')}-{fault[1].replace('=', '-')}" for fault, _, _ in planned]
-    commands = [(*short, "--record", name, *fault) for name, (fault, _, _) in zip(names, planned, strict=True)]
-    bench.train([Job(name, command) for name, command in zip(names, commands, strict=True)])
-    for name, (fault, cause, part) in zip(names, planned, strict=True):
-        comparison = bench.diff(f"{config}-first", name)
-        answer = comparison.answer
-        # What was not restored need not come first; what is switched has to.
-        origins = answer.get("origins", []) if fault[0] == "--leave-out" else [answer.get("first") or {"site": ""}]
-        is_found = any(part in origin["site"] for origin in origins) and answer.get("cause") == cause
-        bench.faults.append((" ".join(fault), f"{cause}, `{part}`", comparison, is_found))
+def _find_faults(bench: Bench, config: str, planned: list[Job]) -> bool:
+    """Make the runs with faults, three steps from the checkpoint each, and tell whether all faults were found."""
+    ended = bench.train(planned)
+    are_found = True
+    for fault, job in zip(FAULTS, planned, strict=True):
+        comparison = bench.diff(f"{config}-first", job.name) if job.name in ended else None
+        are_found &= comparison is not None and fault.is_found(comparison.answer)
+        bench.faults.append((fault, job.name, comparison))
         bench.write()
-    return all(is_found for *_, is_found in bench.faults)
+    return are_found
 
 
 if __name__ == "__main__":
