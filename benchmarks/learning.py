@@ -16,7 +16,8 @@ For each seed there are three runs, each a process of its own, with the same dat
 How far `again` strays is what any difference in rounding does to a run of this length: a difference
 between FP8 and BF16 means something only beside it, and averaged over seeds. Runs leave the loss of each step in
 a file as they go, and the result is written from those files again and again: also of runs that were cut short,
-which are compared over the steps that all of a seed's have.
+which are compared over the steps that all of a seed's have. The average over seeds is of those alone whose runs
+all came to the last step.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ import json
 import math
 import os
 import platform
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
 import torch
 
+from benchmarks import children
 from bitcheck.reference_runs import rng
 from bitcheck.reference_runs.configs import Config, get_config
 from bitcheck.reference_runs.data import Text, read_text
@@ -101,6 +102,15 @@ class Plan:
         return self.folder / f"{name}-{seed}.jsonl"
 
 
+@dataclass(frozen=True)
+class Running:
+    """A run that is being made."""
+
+    name: str
+    gpu: int
+    process: subprocess.Popen[bytes]
+
+
 @click.command()
 @click.option("--config", "config_name", default="tiny", show_default=True)
 @click.option("--steps", default=300, show_default=True)
@@ -141,18 +151,24 @@ def main(
     sizes = {"sequences": sequences, "micro_batches": micro_batches}
     given = {name: size for name, size in sizes.items() if size is not None}
     config = replace(config, data=replace(config.data, **given))
-    with tempfile.TemporaryDirectory() as temporary:
-        place = folder or Path(temporary)
+    machine = f"{hardware}{', ' if date else ''}{date}"
+    place = folder or Path()
+    plan = Plan(config, text, steps, seeds, tuple(runs), device, gpus, jobs, last, machine, result, place)
+    if alone is not None:  # in the folder of the whole
+        train_alone(plan, *alone)
+        return
+    with children.sigterm_exits(), tempfile.TemporaryDirectory() as temporary:
+        place = (folder or Path(temporary)).absolute()
         place.mkdir(parents=True, exist_ok=True)
-        machine = f"{hardware}{', ' if date else ''}{date}"
-        plan = Plan(config, text, steps, seeds, tuple(runs), device, gpus, jobs, last, machine, result, place)
-        if alone is not None:
-            train_alone(plan, *alone)
-            return
+        plan = replace(plan, folder=place)
         # The same command line with one run to be and the folder for it.
         command = [sys.executable, "-m", "benchmarks.learning", *sys.argv[1:], "--folder", str(place)]
-        _train_all(plan, command)
-        click.echo(_write(plan))
+        failed: list[str] = []
+        try:
+            _train_all(plan, command, failed)
+        finally:
+            click.echo(_write(plan, failed))
+    sys.exit(1 if failed else 0)
 
 
 def train_alone(plan: Plan, seed: int, name: str) -> None:
@@ -170,41 +186,35 @@ def train_alone(plan: Plan, seed: int, name: str) -> None:
         trainer.ema.close()
 
 
-def _train_all(plan: Plan, command: list[str]) -> None:
-    """Start each run in a process of its own, `jobs` at a time, and write the result every few seconds."""
+def _train_all(plan: Plan, command: list[str], failed: list[str]) -> None:
+    """Start each run in a process of its own, `jobs` at a time, and write the result every few seconds.
+
+    Those that fail are added to `failed`, with their exit status.
+    """
     waiting = [(seed, name) for seed in range(plan.seeds) for name in plan.runs]
     for seed, name in waiting:
         plan.path(seed, name).unlink(missing_ok=True)
-    running: list[tuple[int, subprocess.Popen[bytes]]] = []
-    failed = 0
-
-    def stop(*_: object) -> None:
-        sys.exit(f"stopped by SIGTERM\n\n{_write(plan)}")
-
-    before = signal.signal(signal.SIGTERM, stop)
+    running: list[Running] = []
     written, began = time.perf_counter(), time.perf_counter()
     try:
         while waiting or running:
             while waiting and len(running) < (plan.jobs if _is_warm(plan) else min(plan.jobs, len(plan.runs))):
                 seed, name = waiting.pop(0)
-                busy = [gpu for gpu, _ in running]
+                busy = [run.gpu for run in running]
                 gpu = min(range(plan.gpus), key=busy.count)
                 place = {} if plan.device == "cpu" else {"CUDA_VISIBLE_DEVICES": str(gpu)}
                 process = subprocess.Popen([*command, "--alone", str(seed), name], env=os.environ | place)
-                running.append((gpu, process))
+                running.append(Running(f"{name} of seed {seed}", gpu, process))
             time.sleep(0.5)
-            failed += sum(bool(process.poll()) for _, process in running)
-            running = [(gpu, process) for gpu, process in running if process.poll() is None]
+            over = [run for run in running if run.process.poll() is not None]
+            running = [run for run in running if run not in over]
+            failed += [f"{run.name} (exit status {run.process.returncode})" for run in over if run.process.returncode]
             if time.perf_counter() - written > REFRESH_SECONDS:
                 written = time.perf_counter()
-                _write(plan)
+                _write(plan, failed)
                 click.echo(f"{written - began:5.0f} s  {_progress(plan)}")
     finally:
-        for _, process in running:
-            process.terminate()
-        signal.signal(signal.SIGTERM, before)
-    if failed:
-        click.echo(f"{failed} runs failed", err=True)
+        children.stop(run.process for run in running)
 
 
 def _is_warm(plan: Plan) -> bool:
@@ -235,16 +245,16 @@ def _progress(plan: Plan) -> str:
     return f"{told}; seed {seed}, step {steps}: {parts}  fp8 {means['fp8'] / means['bf16'] - 1:+.2%}"
 
 
-def _write(plan: Plan) -> str:
+def _write(plan: Plan, failed: Sequence[str]) -> str:
     """Return the result as it stands, and write it where it is wanted."""
-    described = "\n".join(describe(plan, dict(_outcomes(plan)))) + "\n"
+    described = "\n".join(describe(plan, dict(_outcomes(plan)), failed)) + "\n"
     if plan.result is not None:
         plan.result.write_text(described)
     return described
 
 
-def describe(plan: Plan, seeds: dict[int, dict[str, Outcome]]) -> Iterator[str]:
-    """Yield the result as lines of markdown."""
+def describe(plan: Plan, seeds: dict[int, dict[str, Outcome]], failed: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the result as lines of markdown; `failed` are runs that ended badly."""
     config, text = plan.config, plan.text
     where = f"threads: {torch.get_num_threads()}"
     if plan.device == "cuda":
@@ -257,7 +267,12 @@ def describe(plan: Plan, seeds: dict[int, dict[str, Outcome]]) -> Iterator[str]:
     yield ""
     yield f"{config.data.tokens_per_step:,} tokens a step, text {text.name} ({text.data.size:,} bytes, {text.digest})."
     yield f"Unigram entropy of the text: {text.unigram_entropy():.4f} nats a byte."
+    if failed:
+        yield ""
+        yield f"**Runs that failed: {len(failed)} of {plan.seeds * len(plan.runs)}**: {', '.join(failed)}."
     if not seeds:
+        yield ""
+        yield "Not finished: there is no seed yet of which every run has begun."
         return
     yield ""
     yield f"Training loss, mean of the last {plan.last} steps, and loss on held-out text after them (nats a byte):"
@@ -275,8 +290,8 @@ def describe(plan: Plan, seeds: dict[int, dict[str, Outcome]]) -> Iterator[str]:
         cells = [str(seed), str(steps), *(f"{mean:.4f}" for mean in means.values())]
         for name in others:
             difference = means[name] / means["bf16"] - 1 if "bf16" in means else math.nan
-            # A run that was cut early says nothing of the others' end.
-            if steps == plan.steps or len(seeds) == 1:
+            # A run that was cut early says nothing of the others' end, nor of its own.
+            if steps == plan.steps:
                 differences[name].append(difference)
             cells.append(f"{difference:+.2%}")
         for outcome in outcomes.values():
@@ -284,26 +299,28 @@ def describe(plan: Plan, seeds: dict[int, dict[str, Outcome]]) -> Iterator[str]:
         yield _row(cells)
     yield ""
     for name, values in differences.items():
-        if values:
-            mean = statistics.fmean(values)
-            goal = f"; goal: within {GOAL:.2%}: {'met' if abs(mean) <= GOAL else 'not met'}" if name == "fp8" else ""
-            yield (
-                f"**{name} against bf16: {mean:+.2%}** on average over {len(values)} seeds"
-                f"{_standard_error(values)}, {max(map(abs, values)):.2%} at most{goal}."
-            )
+        if not values:
+            yield f"**{name} against bf16: not finished**: no seed has all {plan.steps} steps of every run."
+            continue
+        mean = statistics.fmean(values)
+        goal = f"; goal: within {GOAL:.2%}: {'met' if abs(mean) <= GOAL else 'not met'}" if name == "fp8" else ""
+        yield (
+            f"**{name} against bf16: {mean:+.2%}** on average over the {len(values)} of {plan.seeds} seeds that were"
+            f" finished{_standard_error(values)}, {max(map(abs, values)):.2%} at most{goal}."
+        )
     if "again" in others:
         yield "`again` is BF16 with its sums in another order: what rounding alone does to a run of this length."
     medians = (f"{name} {statistics.median(o[name].step_ms for o in seeds.values()):.0f} ms" for name in plan.runs)
     yield ""
     yield f"Median step, {plan.jobs} runs at a time: {', '.join(medians)}."
     yield ""
-    yield "Mean loss of all seeds over windows of steps:"
+    yield "Mean loss over windows of steps, of the seeds whose runs have all come to the end of the window:"
     yield ""
     yield from _windows(plan, seeds, others)
 
 
 def _windows(plan: Plan, seeds: dict[int, dict[str, Outcome]], others: list[str]) -> Iterator[str]:
-    columns = ["steps", *plan.runs, *(f"{name} against bf16" for name in others)]
+    columns = ["steps", "seeds", *plan.runs, *(f"{name} against bf16" for name in others)]
     yield _row(columns)
     yield "|---" * len(columns) + "|"
     width = max(1, plan.steps // WINDOWS)
@@ -316,7 +333,7 @@ def _windows(plan: Plan, seeds: dict[int, dict[str, Outcome]], others: list[str]
             name: statistics.fmean(loss for o in whole for loss in o[name].losses[start:stop]) for name in plan.runs
         }
         against = [f"{means[name] / means['bf16'] - 1:+.2%}" if "bf16" in means else "-" for name in others]
-        yield _row([f"{start} to {stop - 1}", *(f"{mean:.4f}" for mean in means.values()), *against])
+        yield _row([f"{start} to {stop - 1}", str(len(whole)), *(f"{mean:.4f}" for mean in means.values()), *against])
 
 
 def _row(cells: list[str]) -> str:
