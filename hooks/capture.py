@@ -73,6 +73,7 @@ def snapshot_call(facts: OpFacts, args: tuple[Any, ...], kwargs: Mapping[str, An
         "op": facts.name,
         "names": list(facts.arguments[: len(args)]),
         "written": list(facts.written),
+        "private": list(facts.private),
         "args": [memory.encode(value) for value in args],
         "kwargs": {name: memory.encode(value) for name, value in kwargs.items()},
         "storages": memory.copies(),

@@ -51,6 +51,26 @@ OVERWRITING = frozenset(
 """Operators that write their first argument without reading it."""
 PARTLY_WRITTEN = frozenset({"fsdp.all_gather_copy_in.default"})
 """Operators that give memory of which they wrote a part: a collective writes the rest, and is recorded."""
+PRIVATE_OUTPUTS = {
+    "mkldnn_rnn_layer": (3,),
+    "_cudnn_rnn": (3, 4),
+    "miopen_rnn": (3, 4),
+    "cudnn_batch_norm": (3,),
+    "_batch_norm_with_update": (3,),
+    "_batch_norm_with_update_functional": (3,),
+}
+"""Outputs without a name that an operator gives for its own backward alone: room to work in, written in part."""
+PRIVATE_NAMES = frozenset({"debug_attn_mask", "philox_offset", "philox_seed", "rng_state", "unused"})
+"""Outputs of that kind by their names, and arguments of the backward: where attention draws nothing nobody writes
+them."""
+PRIVATE_ARGUMENTS = {
+    "mkldnn_rnn_layer_backward": ("workspace",),
+    "_cudnn_rnn_backward": ("weight_buf", "reserve"),
+    "miopen_rnn_backward": ("weight_buf", "reserve"),
+    "cudnn_batch_norm_backward": ("reserveSpace",),
+    "batch_norm_backward": ("reserve",),
+}
+"""An operator's arguments of that kind."""
 PASSED_OVER = frozenset({"c10d", "_c10d_functional", "c10d_functional", "profiler", "prim", "prims", "debugprims"})
 """Namespaces whose operators are not recorded here: collectives are recorded where they complete."""
 SEQUENCES = frozenset({list, tuple})
@@ -71,9 +91,15 @@ class OpFacts(NamedTuple):
     written: tuple[str, ...]
     """Arguments that it writes."""
     unread: frozenset[str]
-    """Those of them that it does not read."""
+    """Those that it does not read, or that hold what only its own forward made of them."""
     arguments: tuple[str, ...]
     """All arguments' names, in order."""
+    private: tuple[int, ...] = ()
+    """Places of those outputs that are for its own backward alone: what is in them is chance in part."""
+
+    def is_private(self, slot: str) -> bool:
+        """Say of an output, `out.3`, whether it is for the operator's own backward alone."""
+        return bool(self.private) and slot in [f"out.{place}" for place in self.private]
 
 
 @functools.cache
@@ -87,6 +113,8 @@ def facts_of(op: Any) -> OpFacts:
     unread = {a.name for a in schema.arguments if a.is_out}
     if base in OVERWRITING:
         unread.update(written)
+    unread.update(PRIVATE_ARGUMENTS.get(base, ()))
+    unread.update(a.name for a in schema.arguments if a.name in PRIVATE_NAMES)
     is_empty = base in EMPTY
     is_recorded = not (op.is_view or is_empty or op.namespace in PASSED_OVER or str(op) in PARTLY_WRITTEN)
     return OpFacts(
@@ -97,6 +125,8 @@ def facts_of(op: Any) -> OpFacts:
         written=written,
         unread=frozenset(unread),
         arguments=tuple(a.name for a in schema.arguments),
+        private=PRIVATE_OUTPUTS.get(base, ())
+        + tuple(place for place, output in enumerate(schema.returns) if output.name in PRIVATE_NAMES),
     )
 
 

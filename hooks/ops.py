@@ -360,7 +360,7 @@ class OpHooks(UnseenMode):
         outputs = (("out", result),) if type(result) is torch.Tensor else named_tensors(result, "out")
         wrote = written.copy()
         for slot, tensor in outputs:
-            if _has_bytes(tensor) and (storage := storage_id(tensor)) not in storages:
+            if _has_bytes(tensor) and (storage := storage_id(tensor)) not in storages and not facts.is_private(slot):
                 wrote.append((slot, tensor, storage))
         if not wrote:
             return

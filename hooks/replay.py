@@ -85,12 +85,17 @@ def set_generators(states: dict[str, torch.Tensor]) -> None:
 
 
 def execute(data: dict[str, Any]) -> list[torch.Tensor]:
-    """Execute the operation once on fresh copies of its inputs; return all it gave and all it wrote."""
+    """Execute the operation once on fresh copies of its inputs; return all it gave and all it wrote.
+
+    Without what it gives for its own backward alone, which is chance in part.
+    """
     storages = [flat.clone() for flat in data["storages"]]
     args = [decode(value, storages) for value in data["args"]]
     kwargs = {name: decode(value, storages) for name, value in data["kwargs"].items()}
     set_generators(data["generators"])
     result = find_operator(data["op"])(*args, **kwargs)
+    if data["private"]:
+        result = [member for place, member in enumerate(result) if place not in data["private"]]
     found = list(_tensors(result))
     written = [value for name in data["written"] for value in _tensors(_argument(data, args, kwargs, name))]
     return [tensor.detach().clone() for tensor in (*found, *written)]

@@ -413,7 +413,9 @@ class _Trial:
         given = [
             (slot, tensor)
             for slot, tensor in named_tensors(result, "out")
-            if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in held
+            if tensor.layout is torch.strided
+            and tensor.untyped_storage()._cdata not in held
+            and not self.facts.is_private(slot)
         ]
         return [*written, *given]
 

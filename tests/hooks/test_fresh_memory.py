@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +15,10 @@ from torch import nn
 from bitcheck.answer import Answer
 from bitcheck.diff import diff_runs
 from bitcheck.events import Level
+from bitcheck.hooks.op_schema import facts_of
 from bitcheck.hooks.recorder import Recorder
 from bitcheck.memory import MemoryRun, MemoryStore
+from bitcheck.run import open_run
 
 Use = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """What is done with (a permutation, fresh memory of its shape)."""
@@ -83,3 +89,49 @@ def test_what_reads_it_or_passes_it_on_is_named(use: Use, op: str) -> None:
     first = compare(use).first
     assert first is not None
     assert op in str(first.site)
+
+
+RECURRENT = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.ModuleList([nn.LSTM(24, 40, 2, batch_first=True), nn.GRU(40, 8, batch_first=True), nn.BatchNorm1d(8)])
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+x = torch.randn(5, 17, 24)
+y = net[2](net[1](net[0](x)[0])[0][:, -1])
+y.square().mean().backward()
+optimizer.step()
+"""
+
+
+def test_room_that_an_operator_works_in_is_no_result_of_it(tmp_path: Path) -> None:
+    """The C library fills what it hands out with a byte of choice: what nobody wrote differs between these runs."""
+    (tmp_path / "train.py").write_text(RECURRENT)
+    for name, byte in (("a", "85"), ("b", "170")):
+        command = [
+            sys.executable,
+            "-m",
+            "bitcheck",
+            "run",
+            "--level",
+            "op",
+            "-o",
+            name,
+            "--",
+            sys.executable,
+            "train.py",
+        ]
+        environment = os.environ | {"MALLOC_PERTURB_": byte, "PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run(command, check=True, capture_output=True, cwd=tmp_path, env=environment)
+    with open_run(tmp_path / "a") as baseline, open_run(tmp_path / "b") as candidate:
+        answer = diff_runs(baseline, candidate)
+    assert answer.verdict == "identical", answer.explanation
+
+
+def test_which_outputs_are_room_to_work_in() -> None:
+    aten = torch.ops.aten
+    flash = facts_of(aten._scaled_dot_product_flash_attention.default)
+    assert [flash.is_private(f"out.{place}") for place in range(9)] == [False] * 6 + [True] * 3
+    assert facts_of(aten.mkldnn_rnn_layer_backward.default).unread == {"workspace"}
+    assert not facts_of(aten.native_batch_norm.default).private
