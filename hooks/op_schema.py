@@ -58,6 +58,7 @@ PRIVATE_OUTPUTS = {
     "cudnn_batch_norm": (3,),
     "_batch_norm_with_update": (3,),
     "_batch_norm_with_update_functional": (3,),
+    "_ctc_loss": (1,),
 }
 """Outputs without a name that an operator gives for its own backward alone: room to work in, written in part."""
 PRIVATE_NAMES = frozenset({"debug_attn_mask", "philox_offset", "philox_seed", "rng_state", "unused"})
@@ -69,6 +70,10 @@ PRIVATE_ARGUMENTS = {
     "miopen_rnn_backward": ("weight_buf", "reserve"),
     "cudnn_batch_norm_backward": ("reserveSpace",),
     "batch_norm_backward": ("reserve",),
+    "_ctc_loss_backward": ("log_alpha",),
+    "rrelu_with_noise": ("noise",),
+    "rrelu_with_noise_": ("noise",),
+    "rrelu_with_noise_backward": ("noise",),
 }
 """An operator's arguments of that kind."""
 PASSED_OVER = frozenset({"c10d", "_c10d_functional", "c10d_functional", "profiler", "prim", "prims", "debugprims"})
@@ -109,11 +114,14 @@ def facts_of(op: Any) -> OpFacts:
     if schema is None:
         return OpFacts(str(op), False, False, False, (), frozenset(), ())
     base = op.overloadpacket.__name__
-    written = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    private = PRIVATE_ARGUMENTS.get(base, ())
+    written = tuple(
+        a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write and a.name not in private
+    )
     unread = {a.name for a in schema.arguments if a.is_out}
     if base in OVERWRITING:
         unread.update(written)
-    unread.update(PRIVATE_ARGUMENTS.get(base, ()))
+    unread.update(private)
     unread.update(a.name for a in schema.arguments if a.name in PRIVATE_NAMES)
     is_empty = base in EMPTY
     is_recorded = not (op.is_view or is_empty or op.namespace in PASSED_OVER or str(op) in PARTLY_WRITTEN)
