@@ -1,7 +1,6 @@
 """Every operator that PyTorch has tests for, recorded twice at level `op`: is any told apart from itself?
 
     python -m benchmarks.operator_sweep --result benchmarks/results/FILE.md
-    python -m benchmarks.operator_sweep --device cuda
 
 The operators and their inputs are those of PyTorch's own test suite (`torch.testing._internal`, which needs the
 package expecttest); each is run forward and backward, a step of the recording each. Two processes do so, and what is
@@ -37,7 +36,7 @@ from bitcheck.diff import diff_runs
 from bitcheck.run import open_run
 
 BYTES = {"a": 85, "b": 170}
-"""A run -> what its memory is filled with before it is handed out."""
+"""A run -> what the C library fills its memory with before it hands it out."""
 MEANINGLESS = frozenset(
     [
         "empty",
@@ -55,26 +54,18 @@ MAX_SAMPLES = 4
 """Inputs of each operator that are taken."""
 
 
-def foul(byte: int) -> None:
-    """Leave a byte all over the memory that the GPU's caching allocator hands out next."""
-    sizes = [2**9] * 16 + [2**14] * 16 + [2**20] * 16 + [2**24] * 4
-    blocks = [torch.full((size,), byte, dtype=torch.uint8, device="cuda") for size in sizes]
-    del blocks
-    torch.cuda.synchronize()
-
-
-def operators(device: str) -> Iterator[tuple[str, Any]]:
-    """Yield (name, description) of the operators that take float32 on a device."""
+def operators() -> Iterator[tuple[str, Any]]:
+    """Yield (name, description) of the operators that take float32 on a CPU."""
     from torch.testing._internal.common_methods_invocations import op_db  # takes seconds, and needs expecttest
 
     for op in op_db:
-        if op.name not in MEANINGLESS and torch.float32 in op.supported_dtypes(device):
+        if op.name not in MEANINGLESS and torch.float32 in op.supported_dtypes("cpu"):
             yield ".".join(filter(None, (op.name, op.variant_test_name))), op
 
 
-def run_once(op: Any, device: str) -> None:
+def run_once(op: Any) -> None:
     """Run an operator forward and backward on some of its inputs."""
-    for sample in list(op.sample_inputs(device, torch.float32, requires_grad=op.supports_autograd))[:MAX_SAMPLES]:
+    for sample in list(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd))[:MAX_SAMPLES]:
         result = op(sample.input, *sample.args, **sample.kwargs)
         leaves = torch.utils._pytree.tree_leaves(result)
         losses = [leaf.abs().sum() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
@@ -82,21 +73,19 @@ def run_once(op: Any, device: str) -> None:
             torch.stack(losses).sum().backward()
 
 
-def record(folder: Path, device: str, byte: int) -> None:
+def record(folder: Path) -> None:
     """Record all operators, a step each, and write their names, and what stopped any, beside the run."""
     warnings.simplefilter("ignore")
     seed_all()
-    net = nn.Linear(3, 3, device=device)
+    net = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     done: list[str] = []
     with bitcheck.record(folder, net, optimizer, level="op") as rec:
-        for name, op in operators(device):
+        for name, op in operators():
             seed_all()
-            if device == "cuda":
-                foul(byte)
-            net(torch.ones(1, 3, device=device)).sum().backward()
+            net(torch.ones(1, 3)).sum().backward()
             with contextlib.suppress(Exception):  # an input that this build cannot take; what ran before it counts
-                run_once(op, device)
+                run_once(op)
             optimizer.step()
             optimizer.zero_grad()
             rec.step()
@@ -111,18 +100,17 @@ def seed_all() -> None:
     np.random.seed(0)
 
 
-def describe(folder: Path, device: str) -> tuple[list[str], bool]:
+def describe(folder: Path) -> tuple[list[str], bool]:
     """Compare the two runs; return the result as lines of Markdown, and whether nothing differed."""
     with open_run(folder / "a") as baseline, open_run(folder / "b") as candidate:
         answer = diff_runs(baseline, candidate)
     names = json.loads((folder / "a.json").read_text())
-    where = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     lines = [
         "# PyTorch's operators recorded twice at level `op`, in memory that held something else",
         "",
-        f"{where}; PyTorch {torch.__version__}, Python {platform.python_version()}",
+        f"{platform.machine()}; PyTorch {torch.__version__}, Python {platform.python_version()}",
         "",
-        f"    python -m benchmarks.operator_sweep --device {device}",
+        "    python -m benchmarks.operator_sweep",
         "",
         f"{answer.compared.steps:,} operators, {answer.compared.events:,} events: "
         f"**{len(answer.origins) or 'nothing'}** told apart.",
@@ -134,22 +122,20 @@ def describe(folder: Path, device: str) -> tuple[list[str], bool]:
 
 
 @click.command()
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--limit", type=float, help="Stop after so many seconds; what both runs have by then is compared.")
 @click.option("--result", type=click.Path(path_type=Path), help="Also write the result to this file.")
-@click.option("--alone", hidden=True, type=(click.Path(path_type=Path), int))
-def main(device: str, limit: float | None, result: Path | None, alone: tuple[Path, int] | None) -> None:
+@click.option("--alone", hidden=True, type=click.Path(path_type=Path))
+def main(limit: float | None, result: Path | None, alone: Path | None) -> None:
     """Record every operator in two processes, and compare."""
     if alone is not None:
-        record(alone[0], device, alone[1])
+        record(alone)
         return
     with sigterm_exits(), tempfile.TemporaryDirectory(prefix="operator-sweep-") as scratch:
         children: list[subprocess.Popen[bytes]] = []
         deadline = time.perf_counter() + limit if limit is not None else None
         try:
             for name, byte in BYTES.items():
-                command = [sys.executable, "-m", "benchmarks.operator_sweep", "--device", device]
-                command += ["--alone", str(Path(scratch) / name), str(byte)]
+                command = [sys.executable, "-m", "benchmarks.operator_sweep", "--alone", str(Path(scratch) / name)]
                 environment = os.environ | {"MALLOC_PERTURB_": str(byte)}  # of the C library
                 children.append(subprocess.Popen(command, env=environment))
             for child in children:
@@ -157,7 +143,7 @@ def main(device: str, limit: float | None, result: Path | None, alone: tuple[Pat
                     child.wait(None if deadline is None else max(0.0, deadline - time.perf_counter()))
         finally:
             stop(children)
-        lines, is_clean = describe(Path(scratch), device)
+        lines, is_clean = describe(Path(scratch))
     print("\n".join(lines))
     if result is not None:
         result.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -20,6 +20,7 @@ import torch
 from bitcheck.events import Phase, qualified_name
 from bitcheck.hooks.op_schema import OpFacts
 from bitcheck.hooks.replay import ALIGNMENT_BYTES
+from bitcheck.hooks.tensors import byte_span
 
 _SITE = re.compile(r"(?P<head>[a-z]+/.*):(?P<slot>[^:#@]+)(#(?P<occurrence>\d+))?(?P<eval>@eval)?")
 
@@ -108,7 +109,7 @@ class CallMemory:
         elif isinstance(value, torch.Tensor):
             self.tensors.append(value)
             storage = value.untyped_storage()
-            begin, end = _span(value)
+            begin, end = byte_span(value)
             span = self._spans.setdefault(storage._cdata, [begin, end])
             span[0], span[1] = min(span[0], begin), max(span[1], end)
             self._storages[storage._cdata] = storage
@@ -168,12 +169,3 @@ class CallMemory:
         if isinstance(value, torch.Generator):
             return "generator", "cpu" if value.device.type == "cpu" else str(value.device.index or 0)
         raise ValueError(f"an argument of type {type(value).__name__} cannot be saved")
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes of its storage that a tensor covers, from and up to."""
-    begin = int(tensor.storage_offset())
-    if not tensor.numel():
-        return begin * tensor.element_size(), begin * tensor.element_size()
-    last = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return begin * tensor.element_size(), (begin + last + 1) * tensor.element_size()

@@ -36,7 +36,7 @@ from bitcheck.hooks.modules import in_backward, named_tensors
 from bitcheck.hooks.op_schema import PLAIN_SCALARS, SEQUENCES, OpFacts, facts_of, named_arguments
 from bitcheck.hooks.sites import Sites
 from bitcheck.hooks.steps import StepBuilder
-from bitcheck.hooks.tensors import storage_id
+from bitcheck.hooks.tensors import byte_span, storage_id
 from bitcheck.hooks.threads import ThreadWatch
 
 if TYPE_CHECKING:
@@ -96,13 +96,14 @@ _is_gone: Callable[[Any], bool] = torch.UntypedStorage._expired  # type: ignore[
 class _Memory:
     """Who last wrote a storage. One object serves all that follow each other at one address."""
 
-    __slots__ = ("builder", "events", "is_fresh", "weak")
+    __slots__ = ("builder", "events", "weak", "written")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.weak: Any = tensor.untyped_storage()._weak_ref()
         """`_is_gone(memory.weak)`: the storage was freed; another may lie at its address."""
-        self.is_fresh = False
-        """Handed out and not yet written."""
+        self.written: tuple[int, int] | None = None
+        """Of memory that was handed out with nothing in it: bytes from and up to which it was written since; None where
+        all of it may mean something."""
         self.builder: StepBuilder | None = None
         self.events: tuple[int, ...] = ()
 
@@ -110,7 +111,23 @@ class _Memory:
         """Stand for the storage that a tensor has now."""
         torch.UntypedStorage._free_weak_ref(self.weak)
         self.weak = tensor.untyped_storage()._weak_ref()
-        self.is_fresh, self.builder, self.events = False, None, ()
+        self.written, self.builder, self.events = None, None, ()
+
+    def is_fresh(self, tensor: torch.Tensor) -> bool:
+        """Say whether nobody wrote yet where a tensor lies, as far as is known."""
+        if self.written is None:
+            return False
+        begin, end = byte_span(tensor)
+        return end <= self.written[0] or begin >= self.written[1]
+
+    def note_write(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor over this memory was written."""
+        if self.written is None:
+            return
+        begin, end = byte_span(tensor)
+        if self.written[0] < self.written[1]:
+            begin, end = min(begin, self.written[0]), max(end, self.written[1])
+        self.written = (begin, end) if end - begin < tensor.untyped_storage().nbytes() else None
 
     def __del__(self) -> None:
         torch.UntypedStorage._free_weak_ref(self.weak)
@@ -221,7 +238,7 @@ class OpHooks(UnseenMode):
         memory = self._memory.get(storage) if storage is not None else None
         if memory is None or _is_gone(memory.weak):
             return is_output
-        return memory.is_fresh
+        return memory.is_fresh(tensor)
 
     def _locate(self) -> Location:
         recorder = self._recorder
@@ -298,7 +315,7 @@ class OpHooks(UnseenMode):
                 storages.add(storage)
             memory = memories.get(storage)
             if memory is not None and not _is_gone(memory.weak):
-                if changes and memory.is_fresh and argument in facts.written:
+                if changes and argument in facts.written and memory.is_fresh(tensor):
                     continue  # what it held before is chance: what the operation leaves of that is in what it wrote
                 read_sites.append(sites[name])
                 sources.append(memory.events if memory.builder is builder else ())
@@ -414,7 +431,7 @@ class OpHooks(UnseenMode):
         memory = self._memory_of(tensor, storage)
         if memory is None:
             return
-        memory.is_fresh = False
+        memory.note_write(tensor)
         if is_new or memory.builder is not builder or tensor.nbytes >= tensor.untyped_storage().nbytes():
             memory.builder = builder
             memory.events = tuple(events)
@@ -439,7 +456,7 @@ class OpHooks(UnseenMode):
             memory = self._memory_of(tensor, storage_id(tensor)) if _has_bytes(tensor) else None
             if memory is not None:
                 memory.begin_again(tensor)
-                memory.is_fresh = is_fresh
+                memory.written = (0, 0) if is_fresh else None
 
     def _is_state(self, builder: StepBuilder, storage: int | None) -> bool:
         if self._state_of is not builder:

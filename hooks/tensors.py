@@ -435,6 +435,15 @@ def digest_tensor(tensor: torch.Tensor) -> Digest:
             return digest_from_leaves(dtype_name(tensor), shape, tensor.nbytes, leaves), leaves
 
 
+def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the bytes of its storage that a strided tensor covers, from and up to."""
+    itemsize = tensor.itemsize
+    begin = int(tensor.storage_offset()) * itemsize
+    if not tensor.numel():
+        return begin, begin
+    return begin, begin + _span_bytes(tensor.shape, [itemsize * int(stride) for stride in tensor.stride()], itemsize)
+
+
 # --- Python values
 
 _TEXT_LIMIT = 200

@@ -246,7 +246,7 @@ def grouped_dgrad_swiglu(
         return dhidden, dprob
     _dswiglu_kernel[(tiles_n * row_tiles,)](
         tile_descriptor(lhs.values, TILE_M), tile_descriptor(rhs.values, TILE_N), lhs.scales, rhs.scales,
-        values, scales, prob, dhidden, dprob, slots, turns,
+        values, scales, prob, dhidden, dprob if slots is None else None, slots, turns,
         schedule.tile_expert, schedule.tile_begin, schedule.tile_end, num_rows, num_cols,
         triton.cdiv(num_k, BLOCK), tiles_n, *lhs.scales.stride(), *rhs.scales.stride(),
         values.stride(0), 0 if scales is None else scales.stride(1),

@@ -223,13 +223,15 @@ def scan_backward(
     grid = (shape.tiles_p, num_parts, num_cells)
     extents = (shape.num_chunks, shape.num_heads, shape.head_dim, shape.state_dim)
     strides = (*dy.stride()[:3], *x.stride()[:3], *dt.stride()[:2], *b.stride()[:2], *c.stride()[:2])
+    second = num_parts * shape.tiles_p if in_slots else 0
+    own = slice(second) if in_slots else slice(None)
     # dx carries its part through the states from the first kernel to the second, which completes it.
     _through_states_kernel[grid](
-        dy, x, dt, b, c, decay_sum, states, dstates, dx, dsum, db, dc, *extents, *strides, decay_sum.numel(), slot_bc,
+        dy, x, dt, b, c, decay_sum, states, dstates, dx, dsum, db[own], dc[own], *extents, *strides,
+        decay_sum.numel(), slot_bc,
         L=shape.chunk, TILE_P=shape.tile_p, TILE_N=shape.tile_n, HEADS=HEADS, FORM=form, num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
     )  # fmt: skip
-    second = num_parts * shape.tiles_p if in_slots else 0
     _inside_chunk_kernel[grid](
         dy, x, dt, a, b, c, d, decay_sum, dx, dsum, dx, ddt, da, db[second:], dc[second:], dd, *extents, *strides,
         decay_sum.numel(), slot_ddt, slot_da, slot_bc,

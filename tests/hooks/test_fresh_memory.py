@@ -39,12 +39,23 @@ def halves(order: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     return fresh
 
 
+def scattered_by_halves(order: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    for half in (fresh[:4], fresh[4:]):
+        half.scatter_(0, order[:4].argsort(), order[:4])
+    return fresh
+
+
 def read(order: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     return fresh + order
 
 
 def added_to(order: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     return fresh.add_(order)
+
+
+def read_beside_what_was_written(order: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    fresh[:4] = order[:4]
+    return fresh[3:] + 1
 
 
 def written_in_part(order: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
@@ -65,7 +76,7 @@ def compare(use: Use) -> Answer:
         try:
             fresh = torch.empty_like(order)
             fresh.numpy()[:] = left_behind  # as whoever had the memory before may have left it
-            weight = use(order, fresh).float()
+            weight = use(order, fresh).float().mean()
             (net(torch.ones(3, 8)) * weight).sum().backward()
             optimizer.step()
         finally:
@@ -75,7 +86,7 @@ def compare(use: Use) -> Answer:
     return diff_runs(*runs)
 
 
-@pytest.mark.parametrize("use", [indexed, scattered, halves])
+@pytest.mark.parametrize("use", [indexed, scattered, halves, scattered_by_halves])
 def test_what_is_written_over_is_not_read(use: Use) -> None:
     answer = compare(use)
     assert answer.verdict == "identical", answer.explanation
@@ -83,7 +94,12 @@ def test_what_is_written_over_is_not_read(use: Use) -> None:
 
 @pytest.mark.parametrize(
     ("use", "op"),
-    [(read, "aten.add.Tensor"), (added_to, "aten.add_.Tensor"), (written_in_part, "aten.scatter_.src")],
+    [
+        (read, "aten.add.Tensor"),
+        (read_beside_what_was_written, "aten.add.Tensor"),
+        (added_to, "aten.add_.Tensor"),
+        (written_in_part, "aten.scatter_.src"),
+    ],
 )
 def test_what_reads_it_or_passes_it_on_is_named(use: Use, op: str) -> None:
     first = compare(use).first

@@ -22,8 +22,7 @@ if not torch.cuda.is_available():
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 
-@pytest.fixture(autouse=True)
-def _range_over_loaded_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def range_over_loaded_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the interpreter loop to a bound that a kernel loaded: its scalars are arrays of one element,
     and NumPy 2.4 no longer turns those into an int (seen with triton 3.6)."""
     if torch.cuda.is_available():
@@ -37,6 +36,11 @@ def _range_over_loaded_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+
+
+@pytest.fixture(autouse=True)
+def _range_over_loaded_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    range_over_loaded_numbers(monkeypatch)
 
 
 @pytest.fixture
