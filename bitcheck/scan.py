@@ -177,6 +177,12 @@ def gather(reports: dict[int, dict[str, Any]], poison: bool) -> ScanAnswer:
     joined: dict[tuple[str, ...], list[tuple[int, dict[str, Any]]]] = {}
     skipped: dict[str, int] = {}
     for rank, report in reports.items():
+        if (stopped := report.get("stopped")) is not None:
+            if not any(other["findings"] for other in reports.values()):
+                raise ProgramFailed(
+                    f"scanning stopped on rank {rank}, so nothing is known of what ran after: {stopped}"
+                )
+            skipped[f"all that ran after scanning stopped on rank {rank}: {stopped}"] = 1
         for found in report["findings"]:
             key = tuple(found[name] for name in ("kind", "phase", "module", "op", "node"))
             joined.setdefault(key, []).append((rank, found))
@@ -243,5 +249,6 @@ def headline(answer: ScanAnswer) -> str:
         return f"CLEAN: each of {amount} agreed with itself."
     count = len(answer.findings)
     return (
-        f"FOUND {count} operation{'s' * (count != 1)} that disagree{'s' * (count == 1)} with themselves, of {amount}."
+        f"FOUND {count} operation{'s' * (count != 1)} that disagree{'s' * (count == 1)} with "
+        f"{'itself' if count == 1 else 'themselves'}, of {amount}."
     )

@@ -124,7 +124,8 @@ def facts_of(op: Any) -> OpFacts:
     unread.update(private)
     unread.update(a.name for a in schema.arguments if a.name in PRIVATE_NAMES)
     is_empty = base in EMPTY
-    is_recorded = not (op.is_view or is_empty or op.namespace in PASSED_OVER or str(op) in PARTLY_WRITTEN)
+    moves_nothing = op.is_view or torch.Tag.inplace_view in op.tags
+    is_recorded = not (moves_nothing or is_empty or op.namespace in PASSED_OVER or str(op) in PARTLY_WRITTEN)
     return OpFacts(
         name=str(op),
         is_recorded=is_recorded,

@@ -287,8 +287,9 @@ class Recorder:
         self._training_threads.add(threading.get_ident())
         with self._lock:
             self._claim()
-            if has_closure and self._stepped:  # its forward is the next step's first
-                self._open_next()
+            if has_closure:  # its forward is the next step's first, whatever ran since the last one stepped
+                if self._stepped:
+                    self._open_next()
                 self._close_step()
             if self._closing is not None and not self.current.has_training_forward:
                 return self._closing

@@ -76,7 +76,7 @@ def begin_scan(settings: Settings) -> None:
         call_at_end(end)
         return _Nowhere()
 
-    recorder = ScanRecorder(open_store, poison=poison, on_trouble=lambda error: None)
+    recorder = ScanRecorder(open_store, poison=poison)
     recorder.start()
     os.register_at_fork(after_in_child=recorder.detach)
 
@@ -220,8 +220,8 @@ class ScanHooks(OpHooks):
         if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
             self._skipped["operations on tensors of another kind (subclasses, fake, distributed)"] += 1
             return None
-        if any(tensor.is_meta or tensor.layout is not torch.strided for tensor in tensors):
-            self._skipped["operations on sparse or meta tensors"] += 1
+        if any(tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors):
+            self._skipped["operations on sparse, nested or meta tensors"] += 1
             return None
         line = self._where.note(where.phase)
         return _Trial(func, facts, args, kwargs, where, line)
@@ -246,7 +246,8 @@ class ScanHooks(OpHooks):
             if self._poison:
                 self._try_poisoned(key, trial, first)
         except Exception as error:  # noqa: BLE001  the program's own execution went well; it must go on
-            self._skipped[f"{facts.name} could not be executed again: {type(error).__name__}"] += 1
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            self._skipped[f"{facts.name} could not be executed again: {reason}"] += 1
             for _, tensor in first if self._poison else ():
                 self._note_written(tensor, None)
 
@@ -284,6 +285,7 @@ class ScanHooks(OpHooks):
             "steps": num_steps,
             "skipped": dict(sorted(self._skipped.items())),
             "findings": findings,
+            "stopped": str(self._recorder.trouble) if self._recorder.trouble is not None else None,
         }
 
     # --- memory that nobody wrote

@@ -41,6 +41,14 @@ def test_ranks_join_into_one_finding_an_operation() -> None:
     assert answer.exit_status == 1
 
 
+def test_a_scan_that_stopped_is_never_clean() -> None:
+    stopped = "step 3: recording failed"
+    with pytest.raises(ProgramFailed, match="stopped on rank 1, so nothing is known"):
+        gather({0: report() | {"findings": []}, 1: report() | {"findings": [], "stopped": stopped}}, poison=False)
+    answer = gather({0: report(), 1: report() | {"stopped": stopped}}, poison=False)
+    assert answer.findings and any(stopped in phrase for phrase in answer.skipped)
+
+
 def test_other_kinds_and_modules_are_findings_of_their_own() -> None:
     answer = gather({0: report(), 1: report(kind="uninitialised"), 2: report(module="net.head", disagreed=9)}, True)
     assert [(each.kind, each.module) for each in answer.findings] == [

@@ -19,7 +19,7 @@ import bitcheck
 from bitcheck.answer import Answer
 from bitcheck.diff import diff_runs
 from bitcheck.errors import RecordingError, UsageError
-from bitcheck.events import Phase, StepKind
+from bitcheck.events import Level, Phase, StepKind
 from bitcheck.hooks.dynamo import paused
 from bitcheck.hooks.recorder import Recorder, _Held
 from bitcheck.hooks.tensors import digest_tensor
@@ -397,3 +397,33 @@ def test_what_keeps_the_state_for_its_step_is_gone_with_the_step(tmp_path: Path)
                 assert not [found for found in gc.get_objects() if type(found) is _Held]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("level", ["state", "op"])
+def test_a_closure_after_an_evaluation_opens_the_next_step(level: str) -> None:
+    torch.manual_seed(0)
+    memory = MemoryStore()
+    recorder = Recorder(lambda: memory, level=Level(level))
+    net = nn.Linear(6, 6)
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
+    recorder.start(net)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(torch.ones(3, 6)).square().sum()
+        loss.backward()
+        return loss
+
+    try:
+        for _ in range(3):
+            optimizer.step(closure)
+            net.eval()
+            with torch.no_grad():
+                net(torch.ones(3, 6)).mean()
+            net.train()
+    finally:
+        recorder.stop()
+    assert recorder.trouble is None
+    steps = [record for record in memory.records if record.kind is StepKind.STEP]
+    rates = [[event.site.text(False) for event in step.events if event.site.slot == "lr"] for step in steps]
+    assert rates == [["scalar/0:lr"]] * 3

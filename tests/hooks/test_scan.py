@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bitcheck.hooks import replay
-from bitcheck.hooks.scan import ScanRecorder, _Fresh, _Nowhere
+from bitcheck.hooks.scan import ScanHooks, ScanRecorder, _Fresh, _Nowhere
 
 _library = torch.library.Library("bitcheck_tests_scan", "DEF")
 _library.define("noisy(Tensor x) -> Tensor")
@@ -232,3 +232,28 @@ def test_a_custom_operator_that_reads_its_own_fresh_memory_is_no_race() -> None:
 def test_a_custom_operator_that_disagrees_with_itself_is_a_race_with_poison_too() -> None:
     report = scan(lambda x: x + ops.noisy(x.detach()), poison=True, steps=1)
     assert ("race", "0", "bitcheck_tests_scan.noisy.default", 1) in found(report)
+
+
+@pytest.mark.parametrize(
+    "turn", [lambda y: y.transpose_(0, 1).t_(), lambda y: y.unsqueeze_(0).squeeze_(0), lambda y: y.swapaxes_(0, 1).t_()]
+)
+def test_a_shape_changed_in_place_is_no_finding(turn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert scan(lambda x: x + turn(x.detach() * 2), poison=True)["findings"] == []
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_scanning_goes_on_after_nested_tensors() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        nested = torch.nested.nested_tensor([x.detach()[:2], x.detach()[2:]])
+        return x + torch.nested.to_padded_tensor(nested, 0.0).sum()
+
+    report = scan(forward)
+    assert report["steps"] == 2 and report["stopped"] is None
+
+
+def test_what_stops_the_scanning_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("cannot locate")
+
+    monkeypatch.setattr(ScanHooks, "_locate", refuse)
+    assert "cannot locate" in scan(lambda x: x)["stopped"]
