@@ -76,6 +76,8 @@ PRIVATE_ARGUMENTS = {
     "rrelu_with_noise_backward": ("noise",),
 }
 """An operator's arguments of that kind."""
+SCALING = frozenset({"addmm", "baddbmm", "addbmm", "addmv", "addr"})
+"""Operators that multiply `self` by `beta`, and do not read it where that is zero."""
 PASSED_OVER = frozenset({"c10d", "_c10d_functional", "c10d_functional", "profiler", "prim", "prims", "debugprims"})
 """Namespaces whose operators are not recorded here: collectives are recorded where they complete."""
 SEQUENCES = frozenset({list, tuple})
@@ -99,6 +101,8 @@ class OpFacts(NamedTuple):
     """Those that it does not read, or that hold what only its own forward made of them."""
     arguments: tuple[str, ...]
     """All arguments' names, in order."""
+    is_scaling: bool = False
+    """`self` counts for nothing where `beta` is zero."""
     private: tuple[int, ...] = ()
     """Places of those outputs that are for its own backward alone: what is in them is chance in part."""
 
@@ -134,6 +138,7 @@ def facts_of(op: Any) -> OpFacts:
         written=written,
         unread=frozenset(unread),
         arguments=tuple(a.name for a in schema.arguments),
+        is_scaling=base in SCALING,
         private=PRIVATE_OUTPUTS.get(base, ())
         + tuple(place for place, output in enumerate(schema.returns) if output.name in PRIVATE_NAMES),
     )

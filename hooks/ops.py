@@ -297,6 +297,8 @@ class OpHooks(UnseenMode):
         group = builder.open_group(sites.group("op", facts.name, where.parent, where.node))
         if self._capture is not None:
             self._save(self._capture, facts, where, sites.first.occurrence, args, kwargs)
+        if facts.is_scaling and kwargs and kwargs.get("beta", 1) == 0:
+            facts = facts._replace(unread=facts.unread | {"self"})
         changes = bool(facts.written or facts.unread)
         read_sites, read, sources = [], [], []
         written: Writes = []

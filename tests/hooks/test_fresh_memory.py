@@ -45,6 +45,14 @@ def scattered_by_halves(order: torch.Tensor, fresh: torch.Tensor) -> torch.Tenso
     return fresh
 
 
+def scaled_to_nothing(order: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    return torch.addmv(fresh, order.outer(order), order, beta=0)
+
+
+def scaled(order: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    return torch.addmv(fresh, order.outer(order), order, beta=1)
+
+
 def read(order: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     return fresh + order
 
@@ -86,7 +94,7 @@ def compare(use: Use) -> Answer:
     return diff_runs(*runs)
 
 
-@pytest.mark.parametrize("use", [indexed, scattered, halves, scattered_by_halves])
+@pytest.mark.parametrize("use", [indexed, scattered, halves, scattered_by_halves, scaled_to_nothing])
 def test_what_is_written_over_is_not_read(use: Use) -> None:
     answer = compare(use)
     assert answer.verdict == "identical", answer.explanation
@@ -96,6 +104,7 @@ def test_what_is_written_over_is_not_read(use: Use) -> None:
     ("use", "op"),
     [
         (read, "aten.add.Tensor"),
+        (scaled, "aten.addmv.default"),
         (read_beside_what_was_written, "aten.add.Tensor"),
         (added_to, "aten.add_.Tensor"),
         (written_in_part, "aten.scatter_.src"),
