@@ -33,22 +33,12 @@ from torch import nn
 import bitcheck
 from benchmarks.children import sigterm_exits, stop
 from bitcheck.diff import diff_runs
+from bitcheck.hooks.op_schema import EMPTY
 from bitcheck.run import open_run
 
 BYTES = {"a": 85, "b": 170}
 """A run -> what the C library fills its memory with before it hands it out."""
-MEANINGLESS = frozenset(
-    [
-        "empty",
-        "empty_like",
-        "new_empty",
-        "empty_strided",
-        "new_empty_strided",
-        "empty_permuted",
-        "resize_",
-        "resize_as_",
-    ]
-)
+MEANINGLESS = EMPTY | {"resize_as_"}
 """Operators whose result is whatever memory held."""
 MAX_SAMPLES = 4
 """Inputs of each operator that are taken."""

@@ -42,7 +42,7 @@ from bitcheck.hooks.kernels.layout import (
     special_of,
 )
 from bitcheck.hooks.kernels.ring import LONG_PAUSE_S, Flight, Ring
-from bitcheck.hooks.tensors import Digest, digest_tensor, dtype_name
+from bitcheck.hooks.tensors import Digest, digest_tensor, kind_of
 
 RING_LEAVES = 2 * 1024 * 1024
 """Leaf digests that may be on their way at once: 32 MiB, which stand for 32 GiB of tensors."""
@@ -258,7 +258,7 @@ class DeviceDigester:
             if self._queue.is_capturing():
                 raise DigestError(_CAPTURING)
             if kinds is None:
-                kinds = [(dtype_name(tensor), tuple(tensor.shape), tensor.nbytes) for tensor in tensors]
+                kinds = list(map(kind_of, tensors))
             if self._queue.is_current():
                 return self._submit(tensors, kinds)
             with self._queue.current():
@@ -435,8 +435,11 @@ class DeviceDigester:
             words = as_words(tensor)
             self._scratch[offset : offset + words.nbytes].view(words.dtype).view(words.shape).copy_(words)
             return
-        copy = self._kernels.transpose if isinstance(special, Transposed) else self._kernels.join_runs
-        copy(tensor.data_ptr(), tensor.itemsize, special, self._scratch_address + offset, stream)  # type: ignore[arg-type]
+        address, out_address = tensor.data_ptr(), self._scratch_address + offset
+        if isinstance(special, Transposed):
+            self._kernels.transpose(address, tensor.itemsize, special, out_address, stream)
+        else:
+            self._kernels.join_runs(address, tensor.itemsize, special, out_address, stream)
 
     # --- any thread
 
