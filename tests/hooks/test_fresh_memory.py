@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +16,7 @@ from bitcheck.events import Level
 from bitcheck.hooks.op_schema import facts_of
 from bitcheck.hooks.recorder import Recorder
 from bitcheck.memory import MemoryRun, MemoryStore
-from bitcheck.run import open_run
+from tests.two_memories import compare_in_two_memories
 
 Use = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """What is done with (a permutation, fresh memory of its shape)."""
@@ -131,26 +129,10 @@ optimizer.step()
 
 
 def test_room_that_an_operator_works_in_is_no_result_of_it(tmp_path: Path) -> None:
-    """The C library fills what it hands out with a byte of choice: what nobody wrote differs between these runs."""
     (tmp_path / "train.py").write_text(RECURRENT)
-    for name, byte in (("a", "85"), ("b", "170")):
-        command = [
-            sys.executable,
-            "-m",
-            "bitcheck",
-            "run",
-            "--level",
-            "op",
-            "-o",
-            name,
-            "--",
-            sys.executable,
-            "train.py",
-        ]
-        environment = os.environ | {"MALLOC_PERTURB_": byte, "PYTHONPATH": os.pathsep.join(sys.path)}
-        subprocess.run(command, check=True, capture_output=True, cwd=tmp_path, env=environment)
-    with open_run(tmp_path / "a") as baseline, open_run(tmp_path / "b") as candidate:
-        answer = diff_runs(baseline, candidate)
+    answer = compare_in_two_memories(
+        tmp_path, lambda run: ["bitcheck", "run", "--level", "op", "-o", run, "--", sys.executable, "train.py"]
+    )
     assert answer.verdict == "identical", answer.explanation
 
 

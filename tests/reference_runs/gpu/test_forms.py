@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitcheck.diff import diff_runs
 from bitcheck.reference_runs import device as devices
 from bitcheck.reference_runs.attention import AttentionCore
 from bitcheck.reference_runs.configs import Config, get_config
@@ -34,8 +30,8 @@ from bitcheck.reference_runs.scan import Scan
 from bitcheck.reference_runs.ssm import CausalConv, gate
 from bitcheck.reference_runs.switches import Switches
 from bitcheck.reference_runs.train import deterministic_algorithms
-from bitcheck.run import open_run
 from tests.reference_runs.gpu.conftest import OnDevice
+from tests.two_memories import compare_in_two_memories
 
 BF16_STEP = 2.0**-8
 LOADS = torch.tensor([70, 0, 130, 1])
@@ -447,15 +443,11 @@ def test_what_uninitialised_memory_holds_changes_no_bit(
 
 
 def test_recorded_at_level_op_two_processes_are_identical_whatever_their_memory_held(tmp_path: Path) -> None:
-    """The C library fills what it hands out with a byte of choice: what no kernel wrote differs between these runs."""
     if torch.cuda.is_available():
         pytest.skip("the interpreter's memory is the C library's; tests marked gpu record the trainer on a GPU")
-    for folder, byte in (("a", "85"), ("b", "170")):
-        command = [sys.executable, "-m", "tests.reference_runs.gpu.recorded_job", "nano-hybrid", str(tmp_path / folder)]
-        environment = os.environ | {"MALLOC_PERTURB_": byte, "PYTHONPATH": os.pathsep.join(sys.path)}
-        subprocess.run(command, check=True, capture_output=True, env=environment)
-    with open_run(tmp_path / "a") as baseline, open_run(tmp_path / "b") as candidate:
-        answer = diff_runs(baseline, candidate)
+    answer = compare_in_two_memories(
+        tmp_path, lambda run: ["tests.reference_runs.gpu.recorded_job", "nano-hybrid", run]
+    )
     assert answer.verdict == "identical", answer.explanation
     assert answer.compared.events > 2000
 
