@@ -7,7 +7,7 @@ WORKERS ?= 2  # tests at once; each, and each program that it starts, uses one t
 
 setup: .venv/made
 
-.venv/made: requirements-dev.txt pyproject.toml
+.venv/made: requirements-dev.txt pyproject.toml $(wildcard hooks/csrc/*)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
@@ -32,4 +32,4 @@ docs: setup
 	$(BIN)/python docs/build_cli_reference.py
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist *.egg-info hooks/_native*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

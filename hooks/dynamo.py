@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitcheck.errors import BitcheckError
+from bitcheck.hooks.native import native
 
 _dynamo: Any = torch._C._dynamo.eval_frame
 pause: Callable[[Any], Any] = _dynamo.set_eval_frame
@@ -73,18 +74,25 @@ def paused(function: F) -> F:
         try:
             with _no_function():
                 return function(*args, **kwargs)
-        except BitcheckError:
-            raise
-        except Exception as error:
-            if not on_error:
-                raise
-            on_error[-1](error)
+        except Exception as error:  # noqa: BLE001  told, or raised again
+            _tell_error(error)
             return None
         finally:
             _local.depth -= 1
             pause(before)
 
     return skip_frame(run)  # type: ignore[return-value]
+
+
+def _tell_error(error: Exception) -> None:
+    """Tell an error of the recorder's own to who listens; raise it where nobody does, or it is for the program."""
+    if isinstance(error, BitcheckError) or not on_error:
+        raise error
+    on_error[-1](error)
+
+
+if native is not None:
+    native.configure(set_eval_frame=pause, no_function=_no_function, local_depth=_local, tell_error=_tell_error)
 
 
 def quiet(function: F) -> F:

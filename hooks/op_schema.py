@@ -152,7 +152,7 @@ def named_arguments(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any
     found: list[tuple[str, Any]] = []
     for name, value in named:
         if type(value) in SEQUENCES and _has_tensor(value):
-            found += zip(_member_names(name, len(value)), value, strict=True)
+            found += zip(member_names(name, len(value)), value, strict=True)
         else:
             found.append((name, value))
     return found
@@ -165,5 +165,6 @@ def _has_tensor(values: Sequence[Any]) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _member_names(name: str, count: int) -> list[str]:
+def member_names(name: str, count: int) -> list[str]:
+    """Return the names of a sequence's members: `name.0`, `name.1`, ..."""
     return [f"{name}.{index}" for index in range(count)]

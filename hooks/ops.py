@@ -18,12 +18,15 @@ under autograd, so it sees backward and the optimizer as well; it changes no ope
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from bitcheck.events import Kind, Phase, Site
@@ -33,7 +36,8 @@ from bitcheck.hooks.dynamo import UnseenMode, is_quiet, paused, skip_frame
 from bitcheck.hooks.launches import Kernel, LaunchHooks
 from bitcheck.hooks.lines import Lines
 from bitcheck.hooks.modules import in_backward, named_tensors
-from bitcheck.hooks.op_schema import PLAIN_SCALARS, SEQUENCES, OpFacts, facts_of, named_arguments
+from bitcheck.hooks.native import native
+from bitcheck.hooks.op_schema import PLAIN_SCALARS, SEQUENCES, OpFacts, facts_of, member_names, named_arguments
 from bitcheck.hooks.sites import Sites
 from bitcheck.hooks.steps import StepBuilder
 from bitcheck.hooks.tensors import byte_span, storage_id
@@ -93,8 +97,8 @@ result that lies there is no new tensor; the Python line that asked for it, wher
 _is_gone: Callable[[Any], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
 
 
-class _Memory:
-    """Who last wrote a storage. One object serves all that follow each other at one address."""
+class _StorageWriters:
+    """Who last wrote a storage, and whether that is still there; `native.Memory` is the same, compiled."""
 
     __slots__ = ("builder", "events", "weak", "written")
 
@@ -113,6 +117,21 @@ class _Memory:
         self.weak = tensor.untyped_storage()._weak_ref()
         self.written, self.builder, self.events = None, None, ()
 
+    def __del__(self) -> None:
+        torch.UntypedStorage._free_weak_ref(self.weak)
+
+
+if TYPE_CHECKING or native is None:  # noqa: SIM108  a base that mypy knows
+    _Base = _StorageWriters
+else:
+    _Base = native.Memory
+
+
+class _Memory(_Base):
+    """Who last wrote a storage. One object serves all that follow each other at one address."""
+
+    __slots__ = ()
+
     def is_fresh(self, tensor: torch.Tensor) -> bool:
         """Say whether nobody wrote yet where a tensor lies, as far as is known."""
         if self.written is None:
@@ -128,9 +147,6 @@ class _Memory:
         if self.written[0] < self.written[1]:
             begin, end = min(begin, self.written[0]), max(end, self.written[1])
         self.written = (begin, end) if end - begin < tensor.untyped_storage().nbytes() else None
-
-    def __del__(self) -> None:
-        torch.UntypedStorage._free_weak_ref(self.weak)
 
 
 class OpHooks(UnseenMode):
@@ -153,6 +169,13 @@ class OpHooks(UnseenMode):
         self._is_entered = False
         self._launches = LaunchHooks(self.launch)
         self._threads = ThreadWatch(self._note_unobserved)
+        self._open: Callable[[OpFacts, Any, Any], Opened | None] = self._begin
+        self._close: Callable[[OpFacts, Opened, Any], None] = self._end
+        self._run_natively: Callable[..., Any] = OpHooks._run
+        if native is not None:
+            self._run_natively = native.run_operation
+            self._open = functools.partial(native.begin_operation, self)
+            self._close = functools.partial(native.end_operation, self)
 
     def install(self) -> None:
         """Look at every operation of this thread, and of the backward passes it starts."""
@@ -179,9 +202,13 @@ class OpHooks(UnseenMode):
 
     @skip_frame
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._run_natively(self, func, types, args, kwargs or {})
+
+    @skip_frame
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation and record it."""
         if types and any(kind.__name__ in DESUGARED for kind in types):
             return NotImplemented  # they go first, and what they do with the tensors inside them is seen
-        kwargs = kwargs or {}
         if not self._recorder.is_active or is_quiet():
             return func(*args, **kwargs)
         facts = self._facts.get(id(func))  # an operator's own hash is a function of Python's
@@ -197,10 +224,10 @@ class OpHooks(UnseenMode):
             result = func(*args, **kwargs)
             self._forget(result, is_fresh=False)
             return result
-        opened = self._begin(facts, args, kwargs)
+        opened = self._open(facts, args, kwargs)
         result = func(*args, **kwargs)
         if opened is not None:
-            self._end(facts, opened, result)
+            self._close(facts, opened, result)
         return result
 
     @skip_frame
@@ -210,10 +237,10 @@ class OpHooks(UnseenMode):
             return execute(*args, **kwargs)
         given = {key: value for key, value in kwargs.items() if key in kernel.arguments}
         facts = self._facts_of_launch(kernel, args, given)
-        opened = self._begin(facts, args, given)
+        opened = self._open(facts, args, given)
         result = execute(*args, **kwargs)
         if opened is not None:
-            self._end(facts, opened, None)
+            self._close(facts, opened, None)
         return result
 
     def _facts_of_launch(self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpFacts:
@@ -544,3 +571,15 @@ def _is_plain(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(map(_is_plain, value))
     return type(value) in PLAIN_SCALARS
+
+
+if native is not None:
+    native.configure(
+        current_node=torch._C._current_autograd_node,
+        free_weak_ref=torch.UntypedStorage._free_weak_ref,
+        graph_task=torch._C._current_graph_task_id,
+        is_distributed=dist.is_initialized if dist.is_available() else bool,
+        is_expired=_is_gone,
+        loaded_modules=sys.modules,
+        member_names=member_names,
+    )

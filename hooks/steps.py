@@ -17,6 +17,7 @@ import torch
 from bitcheck.digest import digest_bytes
 from bitcheck.errors import DigestError
 from bitcheck.events import Group, Kind, Phase, Site, StepColumns, StepKind
+from bitcheck.hooks.native import native
 from bitcheck.hooks.sharding import local_part, placement_text
 from bitcheck.hooks.sites import Known, Place, Sites
 from bitcheck.hooks.tensors import (
@@ -283,8 +284,7 @@ class StepBuilder:
     def _add_plain(self, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]) -> int | None:
         """Record what nearly every tensor is, a plain one, the short way; None where it is not, or cannot be read."""
         if not tensor.is_cuda:
-            plain = digest_plain(tensor)
-            return self.record.add(site, *plain, group, inputs) if plain is not None else None
+            return _add_plain(self.record, site, tensor, group, inputs)
         kind = plain_on_device(tensor)
         if kind is None:
             return None
@@ -478,6 +478,17 @@ class StepBuilder:
         return record
 
 
+def add_plain_portably(
+    record: StepColumns, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]
+) -> int | None:
+    """Add a plain CPU tensor as it is now; None where it is not plain."""
+    plain = digest_plain(tensor)
+    return record.add(site, *plain, group, inputs) if plain is not None else None
+
+
+_add_plain = add_plain_portably if native is None else native.add_plain
+
+
 class _Alone(dict[int, tuple[int]]):
     """Event -> a tuple of it alone, the same one in every step."""
 
@@ -487,6 +498,8 @@ class _Alone(dict[int, tuple[int]]):
 
 
 _alone = _Alone()
+if native is not None:
+    native.configure(alone=_alone)
 
 
 def version_of(tensor: torch.Tensor) -> int:

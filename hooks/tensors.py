@@ -47,6 +47,7 @@ from bitcheck.digest import (
 )
 from bitcheck.errors import DigestError
 from bitcheck.events import Kind
+from bitcheck.hooks.native import native
 
 Bytes = npt.NDArray[np.uint8]
 Digest = tuple[bytes, bytes]
@@ -382,7 +383,7 @@ _plain_kinds = _PlainKinds()
 _STRIDED = torch.strided
 
 
-def digest_plain(tensor: torch.Tensor) -> tuple[Kind, bytes, bytes] | None:
+def digest_plain_portably(tensor: torch.Tensor) -> tuple[Kind, bytes, bytes] | None:
     """Return (kind, digest, leaf digests) of a plain CPU tensor; None for any other.
 
     What nearly every tensor of a program is, so it is asked in as few words as can be; another takes the
@@ -408,6 +409,18 @@ def digest_plain(tensor: torch.Tensor) -> tuple[Kind, bytes, bytes] | None:
         return kind, *digest_memory(header, address, num_bytes)
     memory = memory_at(address, span_bytes)
     return kind, *digest_buffer(header, _in_order(np.ndarray(kind[1], _WORD[itemsize], memory, 0, strides)))
+
+
+digest_plain: Callable[[torch.Tensor], tuple[Kind, bytes, bytes] | None] = digest_plain_portably
+if native is not None:
+    native.configure(
+        tensor_type=torch.Tensor,
+        parameter_type=torch.nn.Parameter,
+        strided_layout=_STRIDED,
+        plain_kinds=_plain_kinds,
+        is_functorch=_is_functorch,
+    )
+    digest_plain = native.digest_plain
 
 
 def plain_on_device(tensor: torch.Tensor) -> Kind | None:

@@ -1,0 +1,44 @@
+"""What `csrc/` holds: see the Python that each function stands for."""
+
+from typing import Any
+
+import torch
+
+from bitcheck.events import Kind, Site, StepColumns
+from bitcheck.hooks.op_schema import OpFacts
+from bitcheck.hooks.ops import Opened, OpHooks
+
+class Memory:
+    """As `ops._StorageWriters`."""
+
+    written: tuple[int, int] | None
+    builder: Any
+    events: tuple[int, ...]
+    @property
+    def weak(self) -> Any: ...
+    def __init__(self, tensor: torch.Tensor) -> None: ...
+    def begin_again(self, tensor: torch.Tensor) -> None: ...
+
+def configure(**needs: object) -> None:
+    """Take what the functions need of PyTorch and of the Python beside them. Raises TypeError for what they do not."""
+
+def choose(limit: str) -> str:
+    """Hash by the quickest form up to "portable", "avx2" or "avx512" that this processor has; return its name."""
+
+def xxh3_128(data: bytes | bytearray | memoryview) -> bytes:
+    """Return XXH3-128, seed 0, as 16 canonical bytes. Raises ValueError for less than 17 bytes."""
+
+def digest_plain(tensor: torch.Tensor) -> tuple[Kind, bytes, bytes] | None:
+    """As `tensors.digest_plain_portably`."""
+
+def add_plain(record: StepColumns, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]) -> int | None:
+    """As `steps.add_plain_portably`."""
+
+def run_operation(hooks: OpHooks, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """As `OpHooks._run`."""
+
+def begin_operation(hooks: OpHooks, facts: OpFacts, args: Any, kwargs: Any) -> Opened | None:
+    """As `OpHooks._begin`."""
+
+def end_operation(hooks: OpHooks, facts: OpFacts, opened: Opened, result: Any) -> None:
+    """As `OpHooks._end`."""

@@ -1,0 +1,94 @@
+/* `bitcheck.hooks._native`: what the recorder does for every tensor and every operation, in C.
+ *
+ * It is the same as the Python beside it, function by function, which runs where this was not compiled: no C compiler,
+ * another implementation of Python. What is not plain goes back to the Python.
+ *
+ * Only Python's C API is used, no header of PyTorch's: tensors are asked through their Python methods, so that one
+ * build serves every version of PyTorch. The interpreter's lock is held throughout.
+ */
+#include "native.h"
+
+#include "xxh3.h"
+
+#define DEFINE_NAME(NAME) PyObject *name_##NAME;
+#define DEFINE_NEED(NEED) PyObject *NEED;
+NAMES(DEFINE_NAME)
+NEEDS(DEFINE_NEED)
+
+static PyObject *hash_bytes(PyObject *module, PyObject *data)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(data, &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    PyObject *digest = NULL;
+    if (view.len < XXH3_MIN_BYTES)
+        PyErr_Format(PyExc_ValueError, "%d bytes or more, not %zd", XXH3_MIN_BYTES, view.len);
+    else if ((digest = PyBytes_FromStringAndSize(NULL, XXH3_DIGEST_BYTES)) != NULL)
+        xxh3_128(view.buf, (size_t)view.len, (uint8_t *)PyBytes_AS_STRING(digest));
+    PyBuffer_Release(&view);
+    return digest;
+}
+
+static PyObject *choose(PyObject *module, PyObject *limit)
+{
+    const char *name = PyUnicode_AsUTF8(limit);
+    return name == NULL ? NULL : PyUnicode_FromString(xxh3_choose(name));
+}
+
+static const struct {
+    const char *name;
+    PyObject **place;
+} needs[] = {
+#define LIST_NEED(NEED) {#NEED, &NEED},
+    NEEDS(LIST_NEED)};
+
+static PyObject *configure(PyObject *module, PyObject *args, PyObject *given)
+{
+    if (PyTuple_GET_SIZE(args) > 0) {
+        PyErr_SetString(PyExc_TypeError, "configure takes named arguments");
+        return NULL;
+    }
+    PyObject *name, *value;
+    for (Py_ssize_t position = 0; given != NULL && PyDict_Next(given, &position, &name, &value);) {
+        size_t index = 0, count = sizeof needs / sizeof *needs;
+        while (index < count && PyUnicode_CompareWithASCIIString(name, needs[index].name) != 0)
+            index++;
+        if (index == count)
+            return PyErr_Format(PyExc_TypeError, "configure knows no %R", name);
+        Py_XSETREF(*needs[index].place, Py_NewRef(value));
+    }
+    Py_RETURN_NONE;
+}
+
+#define FAST(FUNCTION) (PyCFunction)(void (*)(void))(FUNCTION), METH_FASTCALL
+
+static PyMethodDef methods[] = {
+    {"configure", (PyCFunction)(void (*)(void))configure, METH_VARARGS | METH_KEYWORDS,
+     "Take what the functions need of PyTorch and of the Python beside them, by name."},
+    {"choose", choose, METH_O,
+     "Hash by the quickest form up to \"portable\", \"avx2\" or \"avx512\"; return the name of the one taken."},
+    {"xxh3_128", hash_bytes, METH_O, "Return XXH3-128, seed 0, of 17 bytes or more, as 16 canonical bytes."},
+    {"digest_plain", digest_plain, METH_O, "As `tensors.digest_plain_portably`."},
+    {"add_plain", FAST(add_plain), "As `steps.add_plain_portably`."},
+    {"run_operation", FAST(run_operation), "As `OpHooks._run`."},
+    {"begin_operation", FAST(begin_operation), "As `OpHooks._begin`."},
+    {"end_operation", FAST(end_operation), "As `OpHooks._end`."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "bitcheck.hooks._native", "The recorder's compiled half.", -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+#define INTERN_NAME(NAME)                                                                                              \
+    if ((name_##NAME = PyUnicode_InternFromString(#NAME)) == NULL)                                                     \
+        return NULL;
+    NAMES(INTERN_NAME)
+    xxh3_choose("avx512");
+    PyObject *module = PyModule_Create(&definition), *memory_type = module != NULL ? make_memory_type() : NULL;
+    if (memory_type == NULL || PyModule_AddObjectRef(module, "Memory", memory_type) < 0)
+        Py_CLEAR(module);
+    Py_XDECREF(memory_type);
+    return module;
+}

@@ -1,0 +1,153 @@
+/* What the parts of `bitcheck.hooks._native` share: names, what the Python has handed over, short ways to ask objects. */
+#ifndef BITCHECK_NATIVE_H
+#define BITCHECK_NATIVE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+/* Attributes and methods that objects are asked for: interned strings, `name_...`. */
+#define NAMES(NAME)                                                                                                    \
+    NAME(__enter__)                                                                                                    \
+    NAME(__exit__)                                                                                                     \
+    NAME(_begin)                                                                                                       \
+    NAME(_capture)                                                                                                     \
+    NAME(_cdata)                                                                                                       \
+    NAME(_end)                                                                                                         \
+    NAME(_facts)                                                                                                       \
+    NAME(_group)                                                                                                       \
+    NAME(_last)                                                                                                        \
+    NAME(_launches)                                                                                                    \
+    NAME(_lines)                                                                                                       \
+    NAME(_local)                                                                                                       \
+    NAME(_locate)                                                                                                      \
+    NAME(_memory)                                                                                                      \
+    NAME(_memory_of)                                                                                                   \
+    NAME(_node)                                                                                                        \
+    NAME(_num_modules)                                                                                                 \
+    NAME(_record_scalars)                                                                                              \
+    NAME(_recorder)                                                                                                    \
+    NAME(_run)                                                                                                         \
+    NAME(_scalars)                                                                                                     \
+    NAME(_sequence_nr)                                                                                                 \
+    NAME(_site_of_unwritten)                                                                                           \
+    NAME(_weak_ref)                                                                                                    \
+    NAME(add_all_computed)                                                                                             \
+    NAME(add_computed)                                                                                                 \
+    NAME(current)                                                                                                      \
+    NAME(data_ptr)                                                                                                     \
+    NAME(depth)                                                                                                        \
+    NAME(digests)                                                                                                      \
+    NAME(dtype)                                                                                                        \
+    NAME(flying)                                                                                                       \
+    NAME(gradients)                                                                                                    \
+    NAME(group)                                                                                                        \
+    NAME(group_of)                                                                                                     \
+    NAME(groups)                                                                                                       \
+    NAME(inputs)                                                                                                       \
+    NAME(is_active)                                                                                                    \
+    NAME(is_conj)                                                                                                      \
+    NAME(is_contiguous)                                                                                                \
+    NAME(is_cpu)                                                                                                       \
+    NAME(is_cuda)                                                                                                      \
+    NAME(is_fresh)                                                                                                     \
+    NAME(is_kept)                                                                                                      \
+    NAME(is_meta)                                                                                                      \
+    NAME(is_neg)                                                                                                       \
+    NAME(is_nested)                                                                                                    \
+    NAME(kinds)                                                                                                        \
+    NAME(layout)                                                                                                       \
+    NAME(leaves)                                                                                                       \
+    NAME(modules)                                                                                                      \
+    NAME(name)                                                                                                         \
+    NAME(nbytes)                                                                                                       \
+    NAME(next_sites)                                                                                                   \
+    NAME(note_write)                                                                                                   \
+    NAME(op)                                                                                                           \
+    NAME(out)                                                                                                          \
+    NAME(owners)                                                                                                       \
+    NAME(record)                                                                                                       \
+    NAME(scalars)                                                                                                      \
+    NAME(shape)                                                                                                        \
+    NAME(sites)                                                                                                        \
+    NAME(stack)                                                                                                        \
+    NAME(storage_offset)                                                                                               \
+    NAME(stride)                                                                                                       \
+    NAME(untyped_storage)                                                                                              \
+    NAME(values)
+
+/* Objects that `configure` is given, by name. */
+#define NEEDS(NEED)                                                                                                    \
+    NEED(alone)                                                                                                        \
+    NEED(current_node)                                                                                                 \
+    NEED(free_weak_ref)                                                                                                \
+    NEED(graph_task)                                                                                                   \
+    NEED(is_distributed)                                                                                               \
+    NEED(is_expired)                                                                                                   \
+    NEED(is_functorch)                                                                                                 \
+    NEED(loaded_modules)                                                                                               \
+    NEED(local_depth)                                                                                                  \
+    NEED(member_names)                                                                                                 \
+    NEED(no_function)                                                                                                  \
+    NEED(parameter_type)                                                                                               \
+    NEED(plain_kinds)                                                                                                  \
+    NEED(set_eval_frame)                                                                                               \
+    NEED(strided_layout)                                                                                               \
+    NEED(tell_error)                                                                                                   \
+    NEED(tensor_type)
+
+#define DECLARE_NAME(NAME) extern PyObject *name_##NAME;
+#define DECLARE_NEED(NEED) extern PyObject *NEED;
+NAMES(DECLARE_NAME)
+NEEDS(DECLARE_NEED)
+
+/* Ask for an attribute, or call a method, of which a truth is the answer: 1, 0, or -1 with an error set. */
+static inline int is_true(PyObject *answer)
+{
+    if (answer == NULL)
+        return -1;
+    int truth = answer == Py_True ? 1 : answer == Py_False ? 0 : PyObject_IsTrue(answer);
+    Py_DECREF(answer);
+    return truth;
+}
+
+static inline int has(PyObject *object, PyObject *attribute)
+{
+    return is_true(PyObject_GetAttr(object, attribute));
+}
+
+static inline int says(PyObject *object, PyObject *method)
+{
+    return is_true(PyObject_CallMethodNoArgs(object, method));
+}
+
+/* Call a method that gives a number; -1 with an error set where it fails. */
+static inline long long number_of(PyObject *object, PyObject *method)
+{
+    PyObject *answer = PyObject_CallMethodNoArgs(object, method);
+    if (answer == NULL)
+        return -1;
+    unsigned long long number = PyLong_AsUnsignedLongLongMask(answer);
+    Py_DECREF(answer);
+    return PyErr_Occurred() ? -1 : (long long)number;
+}
+
+static inline int is_tensor(PyObject *value)
+{
+    return (PyObject *)Py_TYPE(value) == tensor_type || (PyObject *)Py_TYPE(value) == parameter_type;
+}
+
+/* Add an event to a step's columns, as `StepColumns.add`; returns its index, -1 with an error set. */
+Py_ssize_t add_event(PyObject *record, PyObject *site, PyObject *kind, PyObject *digest, PyObject *leaves,
+                     PyObject *group, PyObject *inputs);
+
+/* Return a new type, `Memory`. */
+PyObject *make_memory_type(void);
+
+/* The module's functions. */
+PyObject *digest_plain(PyObject *module, PyObject *tensor);
+PyObject *add_plain(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
+PyObject *run_operation(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
+PyObject *begin_operation(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
+PyObject *end_operation(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
+
+#endif

@@ -1,0 +1,216 @@
+/* Plain CPU tensors to digests, and digests to a step's columns. */
+#include "native.h"
+
+#include "row_major.h"
+#include "xxh3.h"
+
+#define LEAF_BYTES (16 * 1024)
+#define PAD_BYTES 1024
+#define MAX_JOINED_BYTES 4096
+
+static void hash_leaves(const uint8_t *data, Py_ssize_t num_bytes, uint8_t *leaves)
+{
+    for (; num_bytes >= LEAF_BYTES; data += LEAF_BYTES, num_bytes -= LEAF_BYTES, leaves += XXH3_DIGEST_BYTES)
+        xxh3_128(data, LEAF_BYTES, leaves);
+    if (num_bytes == 0)
+        return;
+    Py_ssize_t padded_bytes = (num_bytes + PAD_BYTES - 1) / PAD_BYTES * PAD_BYTES;
+    if (padded_bytes == num_bytes) {
+        xxh3_128(data, (size_t)num_bytes, leaves);
+        return;
+    }
+    uint8_t padded[LEAF_BYTES];
+    memcpy(padded, data, (size_t)num_bytes);
+    memset(padded + num_bytes, 0, (size_t)(padded_bytes - num_bytes));
+    xxh3_128(padded, (size_t)padded_bytes, leaves);
+}
+
+/* Return the digest of a tensor of `num_bytes` contiguous bytes, 1 at least, and set its leaf digests. */
+static PyObject *digest_memory(PyObject *header, const uint8_t *data, Py_ssize_t num_bytes, PyObject **leaves)
+{
+    Py_ssize_t header_bytes = PyBytes_GET_SIZE(header);
+    Py_ssize_t leaves_bytes = (num_bytes + LEAF_BYTES - 1) / LEAF_BYTES * XXH3_DIGEST_BYTES;
+    Py_ssize_t joined_bytes = header_bytes + leaves_bytes;
+    uint8_t few[MAX_JOINED_BYTES], *joined = few;
+    if (joined_bytes > MAX_JOINED_BYTES && (joined = PyMem_Malloc((size_t)joined_bytes)) == NULL)
+        return PyErr_NoMemory();
+    PyObject *digest = NULL;
+    if ((*leaves = PyBytes_FromStringAndSize(NULL, leaves_bytes)) == NULL)
+        goto end;
+    uint8_t *found = (uint8_t *)PyBytes_AS_STRING(*leaves);
+    hash_leaves(data, num_bytes, found);
+    memcpy(joined, PyBytes_AS_STRING(header), (size_t)header_bytes);
+    memcpy(joined + header_bytes, found, (size_t)leaves_bytes);
+    if ((digest = PyBytes_FromStringAndSize(NULL, XXH3_DIGEST_BYTES)) == NULL)
+        Py_CLEAR(*leaves);
+    else
+        xxh3_128(joined, (size_t)joined_bytes, (uint8_t *)PyBytes_AS_STRING(digest));
+end:
+    if (joined != few)
+        PyMem_Free(joined);
+    return digest;
+}
+
+/* A plain CPU tensor, as `tensors.digest_plain` has it. */
+typedef struct {
+    PyObject *known;         /* its entry in the table of kinds, which is held until `release` */
+    PyObject *kind, *header; /* borrowed from it */
+    const uint8_t *data;
+    Py_ssize_t num_bytes;
+    int is_contiguous, num_dimensions;
+    Py_ssize_t itemsize;
+    int64_t shape[MAX_DIMENSIONS], strides[MAX_DIMENSIONS];
+} Plain;
+
+/* Read strides, in bytes, and return the bytes from the first element to the end of the last; -1 with an error set. */
+static long long read_strides(PyObject *tensor, PyObject *shape, Plain *plain)
+{
+    PyObject *strides = PyObject_CallMethodNoArgs(tensor, name_stride);
+    if (strides == NULL)
+        return -1;
+    long long span_bytes = plain->itemsize;
+    for (int dimension = 0; dimension < plain->num_dimensions; dimension++) {
+        plain->shape[dimension] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, dimension));
+        plain->strides[dimension] = PyLong_AsLongLong(PyTuple_GET_ITEM(strides, dimension)) * plain->itemsize;
+        span_bytes += (plain->shape[dimension] - 1) * plain->strides[dimension];
+    }
+    Py_DECREF(strides);
+    return PyErr_Occurred() ? -1 : span_bytes;
+}
+
+/* Find out where a plain CPU tensor lies: 1; 0 where it is not plain or its memory is not there; -1 with an error set.
+ * `plain->known` is to be released in any case. */
+static int find_plain(PyObject *tensor, Plain *plain)
+{
+    plain->known = NULL;
+    if (!is_tensor(tensor))
+        return 0;
+    int truth = has(tensor, name_is_cpu);
+    if (truth != 1)
+        return truth;
+    PyObject *layout = PyObject_GetAttr(tensor, name_layout);
+    if (layout == NULL)
+        return -1;
+    Py_DECREF(layout);
+    if (layout != strided_layout)
+        return 0;
+    if ((truth = has(tensor, name_is_nested)) != 0)
+        return truth < 0 ? -1 : 0;
+    PyObject *dtype = PyObject_GetAttr(tensor, name_dtype), *shape = PyObject_GetAttr(tensor, name_shape);
+    PyObject *key = dtype != NULL && shape != NULL ? PyTuple_Pack(2, dtype, shape) : NULL;
+    Py_XDECREF(dtype);
+    Py_XDECREF(shape);
+    PyObject *known = key != NULL ? PyObject_GetItem(plain_kinds, key) : NULL;
+    Py_XDECREF(key);
+    plain->known = known;
+    if (known == NULL)
+        return -1;
+    if (known == Py_None)
+        return 0;
+    plain->kind = PyTuple_GET_ITEM(known, 0);
+    plain->itemsize = PyLong_AsSsize_t(PyTuple_GET_ITEM(known, 1));
+    plain->header = PyTuple_GET_ITEM(known, 3);
+    plain->num_bytes = PyLong_AsSsize_t(PyTuple_GET_ITEM(plain->kind, 2));
+    plain->num_dimensions = (int)PyTuple_GET_SIZE(PyTuple_GET_ITEM(plain->kind, 1));
+    if (plain->num_bytes == 0 || plain->num_dimensions > MAX_DIMENSIONS)
+        return 0;
+    if ((truth = says(tensor, name_is_neg)) != 0)
+        return truth < 0 ? -1 : 0;
+    if (PyTuple_GET_ITEM(known, 2) == Py_True && (truth = says(tensor, name_is_conj)) != 0)
+        return truth < 0 ? -1 : 0;
+    if ((truth = is_true(PyObject_CallOneArg(is_functorch, tensor))) != 0)
+        return truth < 0 ? -1 : 0;
+    if ((plain->is_contiguous = says(tensor, name_is_contiguous)) < 0)
+        return -1;
+    long long span_bytes = plain->num_bytes;
+    if (!plain->is_contiguous && (span_bytes = read_strides(tensor, PyTuple_GET_ITEM(plain->kind, 1), plain)) < 0)
+        return -1;
+    long long address = number_of(tensor, name_data_ptr), offset = number_of(tensor, name_storage_offset);
+    PyObject *storage = PyErr_Occurred() ? NULL : PyObject_CallMethodNoArgs(tensor, name_untyped_storage);
+    if (storage == NULL)
+        return -1;
+    long long storage_bytes = number_of(storage, name_nbytes);
+    Py_DECREF(storage);
+    if (PyErr_Occurred())
+        return -1;
+    plain->data = (const uint8_t *)(uintptr_t)address;
+    return address != 0 && offset * plain->itemsize + span_bytes <= storage_bytes;
+}
+
+/* Digest a plain tensor that was found; set its leaf digests. NULL with an error set where there is no memory. */
+static PyObject *digest_found(const Plain *plain, PyObject **leaves)
+{
+    if (plain->is_contiguous)
+        return digest_memory(plain->header, plain->data, plain->num_bytes, leaves);
+    uint8_t *ordered = PyMem_RawMalloc((size_t)plain->num_bytes);
+    if (ordered == NULL)
+        return PyErr_NoMemory();
+    copy_row_major(ordered, plain->data, plain->num_dimensions, plain->shape, plain->strides, (size_t)plain->itemsize);
+    PyObject *digest = digest_memory(plain->header, ordered, plain->num_bytes, leaves);
+    PyMem_RawFree(ordered);
+    return digest;
+}
+
+PyObject *digest_plain(PyObject *module, PyObject *tensor)
+{
+    Plain plain;
+    PyObject *result = NULL, *digest, *leaves = NULL;
+    int found = find_plain(tensor, &plain);
+    if (found == 0)
+        result = Py_NewRef(Py_None);
+    else if (found > 0 && (digest = digest_found(&plain, &leaves)) != NULL)
+        result = Py_BuildValue("(ONN)", plain.kind, digest, leaves);
+    Py_XDECREF(plain.known);
+    return result;
+}
+
+/* --- a step's columns */
+
+/* Append to a column of a step; `value` is borrowed. Returns the index, -1 with an error set. */
+static Py_ssize_t append(PyObject *record, PyObject *column, PyObject *value)
+{
+    PyObject *list = PyObject_GetAttr(record, column);
+    if (list == NULL)
+        return -1;
+    Py_ssize_t index = PyList_Check(list) ? PyList_GET_SIZE(list) : -1;
+    if (index < 0)
+        PyErr_SetString(PyExc_TypeError, "a step's columns are lists");
+    else if (PyList_Append(list, value) < 0)
+        index = -1;
+    Py_DECREF(list);
+    return index;
+}
+
+/* Add an event to a step's columns, as `StepColumns.add`; returns its index, -1 with an error set. */
+Py_ssize_t add_event(PyObject *record, PyObject *site, PyObject *kind, PyObject *digest, PyObject *leaves,
+                            PyObject *group, PyObject *inputs)
+{
+    Py_ssize_t index = append(record, name_sites, site);
+    if (index < 0 || append(record, name_kinds, kind) < 0 || append(record, name_digests, digest) < 0 ||
+        append(record, name_leaves, leaves) < 0 || append(record, name_group_of, group) < 0 ||
+        append(record, name_inputs, inputs) < 0)
+        return -1;
+    return index;
+}
+
+PyObject *add_plain(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 5) {
+        PyErr_SetString(PyExc_TypeError, "add_plain takes a step's columns, a site, a tensor, a group and inputs");
+        return NULL;
+    }
+    Plain plain;
+    PyObject *result = NULL, *digest, *leaves = NULL;
+    int found = find_plain(args[2], &plain);
+    if (found == 0)
+        result = Py_NewRef(Py_None);
+    else if (found > 0 && (digest = digest_found(&plain, &leaves)) != NULL) {
+        Py_ssize_t index = add_event(args[0], args[1], plain.kind, digest, leaves, args[3], args[4]);
+        Py_DECREF(digest);
+        Py_DECREF(leaves);
+        if (index >= 0)
+            result = PyLong_FromSsize_t(index);
+    }
+    Py_XDECREF(plain.known);
+    return result;
+}
