@@ -41,9 +41,10 @@ A file of an initial snapshot and three steps of a little model:
 written when all that it refers to is on the disk, so what a reader finds, or what a SIGKILL leaves, is a
 number of whole steps. Of every table but `steps` a reader takes only what the steps refer to.
 
-The parts: `format` (types, opening), `layout` (what steps share; roots and the chain), `file` (the HDF5
-file while it is written), `writer`, `unfinished` (opening what no writer closed), `rank_file` (the HDF5
-file while it is read), `reader`, `step`, `seal`.
+The parts: `format` (types, opening), `layout` (what steps share; roots and the chain), `known` (what a
+writer knows of it from the steps before), `file` (the HDF5 file while it is written), `writer`,
+`unfinished` (opening what no writer closed), `rank_file` (the HDF5 file while it is read), `reader`,
+`step`, `seal`.
 """
 
 from __future__ import annotations

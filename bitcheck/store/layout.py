@@ -27,16 +27,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128, xxh3_128_digest
 
-from bitcheck.digest import num_leaves
+from bitcheck.digest import DIGEST_BYTES, num_leaves
 from bitcheck.events import PHASES, STATE_PHASES, Group, Phase, Site
 
 CHAIN_SEED = xxh3_128_digest(b"bitcheck.rank/1")
 """What the first row's chain covers in place of a previous chain: the same for every rank and run."""
 
-_PHASE_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
-_STATE_NUMBERS = [_PHASE_NUMBER[phase] for phase in STATE_PHASES]
+PHASE_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
+"""A phase's number in a file."""
+_STATE_NUMBERS = [PHASE_NUMBER[phase] for phase in STATE_PHASES]
+_IS_STATE = np.array([phase in STATE_PHASES for phase in PHASES])
 
 _KNOWN_SITES = 131_072
 """Sites, and computations, that are described once for all layouts; the steps of a program share nearly all."""
@@ -71,16 +73,89 @@ class _Described(NamedTuple):
 @functools.lru_cache(maxsize=_KNOWN_SITES)
 def _describe(site: Site) -> _Described:
     key = site.key
-    return _Described(key, xxh3_128_digest(_utf8(key)), _PHASE_NUMBER[site.phase], _digest_json(site))
+    return _Described(key, digest_key(key), PHASE_NUMBER[site.phase], digest_json(site))
 
 
-@functools.lru_cache(maxsize=_KNOWN_SITES)
-def _digest_group(group: Group) -> bytes:
-    return _digest_json(group)
+def digest_key(key: str) -> bytes:
+    """Return the key digest of a site, 16 bytes."""
+    return xxh3_128_digest(_utf8(key))
 
 
-def _digest_json(parts: tuple[Any, ...]) -> bytes:
+def digest_json(parts: tuple[Any, ...]) -> bytes:
+    """Return the XXH3-128 of a site's, a computation's or a tensor kind's parts as JSON, 16 bytes."""
     return xxh3_128_digest(json.dumps(parts).encode("ascii"))
+
+
+_digest_group = functools.lru_cache(maxsize=_KNOWN_SITES)(digest_json)
+
+
+class Cover:
+    """Which events each phase's root covers, and in which order.
+
+    order      int64 [n], events by the phase whose root covers them, then by key;
+               order[phase_ptr[p] : phase_ptr[p + 1]] are phase p's
+
+    `phases` uint8 [n], `by_key` int64 [n] the events in the order of their keys, `key_digests` uint8 [n, 16];
+    `is_op` bool, of each computation: whether it is an operation.
+    """
+
+    __slots__ = ("_pairs", "order", "phase_ptr")
+
+    def __init__(
+        self, phases: np.ndarray, group_of: np.ndarray, is_op: np.ndarray, by_key: np.ndarray, key_digests: np.ndarray
+    ) -> None:
+        # An optimizer's operations bear the phase `optim` and are no state: they count with the gradients.
+        of_op = np.append(is_op, False)[group_of]  # the last for -1, no computation
+        covering = np.where(_IS_STATE[phases] & of_op, np.uint8(PHASE_NUMBER[Phase.GRAD]), phases)
+        self.order = by_key[np.argsort(covering[by_key], kind="stable")]
+        self.phase_ptr = [0, *np.cumsum(np.bincount(covering, minlength=len(PHASES))).tolist()]
+        self._pairs = np.empty((len(phases), 32), np.uint8)
+        self._pairs[:, :16] = key_digests[self.order]
+
+    def compute_roots(self, digests: np.ndarray) -> Roots:
+        """Return the roots of a step with this layout; `digests` uint8 [n, 16], in event order."""
+        pairs = self._pairs.copy()
+        pairs[:, 16:] = digests[self.order]
+        ptr = self.phase_ptr
+        roots = [xxh3_128_digest(pairs[start:end].data) for start, end in itertools.pairwise(ptr)]
+        phase_roots = b"".join(roots)
+        state_root = xxh3_128_digest(b"".join([roots[number] for number in _STATE_NUMBERS]))
+        return Roots(phase_roots, xxh3_128_digest(phase_roots), state_root)
+
+
+def parents_of(groups: Sequence[Group]) -> np.ndarray:
+    """Return the parents of computations, int64 [n], -2 for one that cannot be any's."""
+    return np.array([group.parent if -1 <= group.parent < 2**31 else -2 for group in groups], np.int64)
+
+
+def check_indices(group_of: np.ndarray, parents: np.ndarray, input_ptr: np.ndarray, inputs: np.ndarray) -> None:
+    """Check what a layout's numbers refer to; `parents` of its computations, the rest as in Layout.
+
+    Raises LayoutError where an index is out of range, an input does not come before its event, or a
+    group not after its parent.
+    """
+    n, num_groups = len(group_of), len(parents)
+    if n and not (group_of.min() >= -1 and group_of.max() < num_groups):
+        raise LayoutError("an event's group is out of range")
+    if inputs.size and not (
+        inputs.min() >= 0 and (inputs < np.repeat(np.arange(n, dtype=np.int32), np.diff(input_ptr))).all()
+    ):
+        raise LayoutError("an event's input does not come before it")
+    if not ((parents >= -1) & (parents < np.arange(num_groups))).all():
+        raise LayoutError("a group does not come after its parent")
+
+
+def hash_layout(
+    group_of: np.ndarray, input_ptr: np.ndarray, inputs: np.ndarray, site_digests: bytes, group_digests: bytes
+) -> bytes:
+    """Return a layout's hash, 16 bytes: of its numbers, and of what `digest_json` gives of its sites and groups."""
+    hashed = xxh3_128(struct.pack("<4sQQQ", b"lay2", len(group_of), len(group_digests) // DIGEST_BYTES, len(inputs)))
+    hashed.update(group_of.astype("<i4").tobytes())
+    hashed.update(input_ptr.astype("<i8").tobytes())
+    hashed.update(inputs.astype("<i4").tobytes())
+    hashed.update(site_digests)
+    hashed.update(group_digests)
+    return hashed.digest()
 
 
 class Layout:
@@ -103,7 +178,7 @@ class Layout:
     """
 
     __slots__ = (
-        "_pairs", "group_of", "groups", "hash", "input_ptr", "inputs", "key_digests", "keys", "order", "phase_ptr",
+        "_cover", "group_of", "groups", "hash", "input_ptr", "inputs", "key_digests", "keys", "order", "phase_ptr",
         "phases", "sites",
     )  # fmt: skip
 
@@ -118,52 +193,32 @@ class Layout:
         n = len(sites)
         self.sites, self.groups = list(sites), list(groups)
         self.group_of, self.input_ptr, self.inputs = group_of, input_ptr, inputs
-        if n and not (group_of.min() >= -1 and group_of.max() < len(groups)):
-            raise LayoutError("an event's group is out of range")
-        if inputs.size and not (
-            inputs.min() >= 0 and (inputs < np.repeat(np.arange(n, dtype=np.int64), np.diff(input_ptr))).all()
-        ):
-            raise LayoutError("an event's input does not come before it")
-        if any(not -1 <= group.parent < number for number, group in enumerate(groups)):
-            raise LayoutError("a group does not come after its parent")
+        check_indices(group_of, parents_of(groups), input_ptr, inputs)
         described = [_describe(site) for site in sites]
         self.keys = keys = [each.key for each in described]
         if len(set(keys)) != n:
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise LayoutError(f"two events are named {twice}")
-        numbers = [each.phase for each in described]
-        self.phases = np.array(numbers, np.uint8)
+            raise LayoutError(f"two events are named {next(key for key in keys if keys.count(key) > 1)}")
+        self.phases = np.array([each.phase for each in described], np.uint8)
         self.key_digests = np.frombuffer(b"".join([each.key_digest for each in described]), np.uint8).reshape(n, 16)
-        # An optimizer's operations bear the phase `optim` and are no state: they count with the gradients.
-        for event in np.flatnonzero(np.isin(self.phases, _STATE_NUMBERS)).tolist():
-            if group_of[event] >= 0 and groups[group_of[event]].kind == "op":
-                numbers[event] = _PHASE_NUMBER[Phase.GRAD]
-        covered: list[list[int]] = [[] for _ in PHASES]
-        for event, number in enumerate(numbers):
-            covered[number].append(event)
-        ordered = [sorted(events, key=keys.__getitem__) for events in covered]
-        self.order = np.array(list(itertools.chain.from_iterable(ordered)), np.int64)
-        self.phase_ptr = [0, *itertools.accumulate(map(len, ordered))]
-        self.hash = xxh3_128_digest(
-            struct.pack("<4sQQQ", b"lay2", n, len(groups), len(inputs))
-            + group_of.astype("<i4").tobytes()
-            + input_ptr.astype("<i8").tobytes()
-            + inputs.astype("<i4").tobytes()
-            + b"".join([each.digest for each in described])
-            + b"".join([_digest_group(group) for group in groups])
+        self._cover = Cover(
+            self.phases,
+            group_of,
+            np.array([group.kind == "op" for group in groups], bool),
+            np.array(sorted(range(n), key=keys.__getitem__), np.int64),
+            self.key_digests,
         )
-        self._pairs = np.empty((n, 32), np.uint8)
-        self._pairs[:, :16] = self.key_digests[self.order]
+        self.order, self.phase_ptr = self._cover.order, self._cover.phase_ptr
+        self.hash = hash_layout(
+            group_of,
+            input_ptr,
+            inputs,
+            b"".join([each.digest for each in described]),
+            b"".join([_digest_group(group) for group in groups]),
+        )
 
     def compute_roots(self, digests: np.ndarray) -> Roots:
         """Return the roots of a step with this layout; `digests` uint8 [n, 16], in event order."""
-        pairs = self._pairs.copy()
-        pairs[:, 16:] = digests[self.order]
-        ptr = self.phase_ptr
-        roots = [xxh3_128_digest(pairs[start:end].data) for start, end in itertools.pairwise(ptr)]
-        phase_roots = b"".join(roots)
-        state_root = xxh3_128_digest(b"".join([roots[number] for number in _STATE_NUMBERS]))
-        return Roots(phase_roots, xxh3_128_digest(phase_roots), state_root)
+        return self._cover.compute_roots(digests)
 
     def inputs_of(self, event: int) -> np.ndarray:
         """Return the indices of the events that `event` was computed from, int32."""
@@ -211,8 +266,13 @@ class Meta:
             event: position
             for position, event in enumerate(event for event, tensor in enumerate(tensors) if tensor.has_value)
         }
-        digests: dict[TensorKind, bytes] = {tensor: _digest_json(tensor) for tensor in set(tensors)}
-        self.hash = xxh3_128_digest(b"meta1" + b"".join([digests[tensor] for tensor in tensors]))
+        digests: dict[TensorKind, bytes] = {tensor: digest_json(tensor) for tensor in set(tensors)}
+        self.hash = hash_meta(b"".join([digests[tensor] for tensor in tensors]))
+
+
+def hash_meta(digests: bytes) -> bytes:
+    """Return a meta's hash, 16 bytes, of what `digest_json` gives of each event's TensorKind, joined."""
+    return xxh3_128_digest(b"meta1" + digests)
 
 
 def hash_contents(leaves: Any, values: list[str], notes: str) -> bytes:
@@ -249,10 +309,6 @@ def decode_notes(text: str) -> tuple[dict[str, int], tuple[str, ...]]:
     ):
         raise ValueError("notes are not sentences")
     return unobserved, tuple(remarks)
-
-
-def _tensor_digest(tensor: TensorKind) -> bytes:
-    return xxh3_128_digest(json.dumps(tensor if tensor.placement else tensor[:5]).encode("ascii"))
 
 
 def _utf8(text: str) -> bytes:

@@ -11,22 +11,25 @@ import numpy as np
 
 from bitcheck.digest import DIGEST_BYTES, DIGEST_VERSION
 from bitcheck.errors import RecordingError
-from bitcheck.events import PHASES, Level, Site, StepColumns, StepRecord
+from bitcheck.events import Level, Site, StepColumns, StepRecord
 from bitcheck.process import this_process
 from bitcheck.store.file import WRITING_ERRORS, GrowingFile, reason_of
 from bitcheck.store.format import DATASETS, SCHEMA, STEP_ROW, row_check
+from bitcheck.store.known import KnownGroups, KnownKinds, KnownSites, KnownTensors, write_new
 from bitcheck.store.layout import (
     CHAIN_SEED,
-    Layout,
+    PHASE_NUMBER,
+    Cover,
     LayoutError,
-    Meta,
     TensorKind,
+    check_indices,
     encode_notes,
     hash_contents,
+    hash_layout,
+    hash_meta,
     link_chain,
 )
 
-_PHASE_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 _KNOWN_LAYOUTS = 8
 _KNOWN_EVENTS = 100_000
 """How many layouts a writer keeps to compare a step with, and of how many events together where that is more
@@ -66,10 +69,9 @@ class RankWriter:
         self.num_rows = 0
         self._failure: str | None = None
         self._strings = _Interned(self._write_string)
-        self._sites = _Interned(self._write_site)
-        self._groups = _Interned(self._write_group)
-        self._tensors = _Interned(self._write_tensor)
-        self._kinds: dict[tuple[str, tuple[int, ...], int, int, bool, str], TensorKind] = _Kinds()
+        self._group_names = _Interned(self._write_group)
+        self._sites, self._groups = KnownSites(), KnownGroups()
+        self._kinds, self._tensors = KnownKinds(), KnownTensors()
         self._layout_ids: dict[bytes, int] = {}
         self._meta_ids: dict[bytes, int] = {}
         self._layouts: list[_KnownLayout] = []
@@ -105,14 +107,13 @@ class RankWriter:
         if len(joined) != len(record) * DIGEST_BYTES:
             raise LayoutError("a digest is not 16 bytes long")
         digests = np.frombuffer(joined, np.uint8).reshape(-1, DIGEST_BYTES)
-        leaves = self._kept_leaves(record)
-        layout_number, layout = self._find_layout(record)[:2]
-        meta_number, meta = self._find_meta(record, leaves)[:2]
+        layout = self._find_layout(record)
+        meta, leaves = self._find_meta(record)
         leaf_bytes = b"".join(leaves)
         values = list(record.values.values())
         notes = encode_notes(record.unobserved, record.remarks)
 
-        roots = layout.compute_roots(digests)
+        roots = layout.cover.compute_roots(digests)
         contents = hash_contents(leaf_bytes, values, notes)
         chain = link_chain(self._chain, record.step, record.kind, roots.root, layout.hash, meta.hash, contents)
         row = np.zeros(1, STEP_ROW)
@@ -124,7 +125,7 @@ class RankWriter:
             self._totals[2] + len(record.remarks),
         )
         row["total_bytes"], row["total_unobserved"], row["total_remarks"] = totals
-        row["layout"], row["meta"] = layout_number, meta_number
+        row["layout"], row["meta"] = layout.number, meta.number
         row["phase_roots"] = np.frombuffer(roots.phase_roots, np.uint8).reshape(-1, DIGEST_BYTES)
         row["root"] = np.frombuffer(roots.root, np.uint8)
         row["state_root"] = np.frombuffer(roots.state_root, np.uint8)
@@ -169,91 +170,133 @@ class RankWriter:
         self._failure = f"{self.path}: {what}: {reason_of(error)}; {before}.\nFree some space, and record again."
         return RecordingError(self._failure)
 
-    def _kept_leaves(self, record: StepColumns) -> list[bytes]:
-        limit = self.leaf_limit_bytes
-        if limit is None:
-            return record.leaves
-        return [leaves if kind[2] <= limit else b"" for leaves, kind in zip(record.leaves, record.kinds, strict=True)]
-
     def _find_layout(self, record: StepColumns) -> _KnownLayout:
         """Return the step's layout, known or written now.
 
         A list compares its elements by identity before it compares them by value, so a recorder that
         uses its sites again pays for a comparison of pointers.
         """
-        inputs, groups = record.inputs, record.groups
-        key: list[list[Any]] = [record.sites, record.group_of, inputs, groups]
+        key: list[list[Any]] = [record.sites, record.group_of, record.inputs, record.groups]
         for position, known in enumerate(self._layouts):
             if known.key == key:
                 if position:
                     self._layouts.insert(0, self._layouts.pop(position))
                 return known
-        counts = list(map(len, inputs))
-        input_ptr = np.zeros(len(record) + 1, np.int64)
-        np.cumsum(counts, out=input_ptr[1:])
-        layout = Layout(
-            record.sites,
-            groups,
-            np.array(record.group_of, np.int32),
-            input_ptr,
-            np.array([index for indices in inputs for index in indices], np.int32),
+        known_sites, known_groups = self._sites, self._groups
+        sites, groups = known_sites.find(record.sites), known_groups.find(record.groups)
+        group_of = np.array(record.group_of, np.int32)
+        input_ptr = np.zeros(len(sites) + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, record.inputs), np.int64, len(sites)), out=input_ptr[1:])
+        inputs = np.fromiter(itertools.chain.from_iterable(record.inputs), np.int32, int(input_ptr[-1]))
+        check_indices(group_of, known_groups.parents[groups], input_ptr, inputs)
+        cover = Cover(
+            known_sites.phases[sites],
+            group_of,
+            known_groups.is_op[groups],
+            known_sites.order(sites),
+            known_sites.key_digests[sites],
         )
-        known = _KnownLayout(self._layout_number(layout), layout, key)
+        digests = known_sites.digests[sites].tobytes(), known_groups.digests[groups].tobytes()
+        layout_hash = hash_layout(group_of, input_ptr, inputs, *digests)
+        number = self._layout_ids.get(layout_hash)
+        if number is None:
+            numbers = _LayoutNumbers(sites, groups, group_of, np.diff(input_ptr), inputs)
+            number = self._layout_ids[layout_hash] = self._write_layout(record, layout_hash, numbers)
+        known = _KnownLayout(number, layout_hash, cover, key)
         self._layouts = _most_recent([known, *self._layouts])
         return known
 
-    def _layout_number(self, layout: Layout) -> int:
-        number = self._layout_ids.get(layout.hash)
-        if number is not None:
-            return number
+    def _write_layout(self, record: StepColumns, layout_hash: bytes, numbers: _LayoutNumbers) -> int:
+        """Write a layout; return its row."""
+        sites, groups, group_of, num_inputs, inputs = numbers
         columns = self._columns
         rows = np.zeros(1, DATASETS["layouts"][0])
         rows[0] = (
             columns["layout_events"].num_rows,
-            len(layout.sites),
+            len(sites),
             columns["layout_groups"].num_rows,
-            len(layout.groups),
+            len(groups),
             columns["layout_inputs"].num_rows,
-            len(layout.inputs),
-            np.frombuffer(layout.hash, np.uint8),
+            len(inputs),
+            np.frombuffer(layout_hash, np.uint8),
         )
-        events = np.zeros(len(layout.sites), DATASETS["layout_events"][0])
-        events["site"] = [self._sites[site] for site in layout.sites]
-        events["group"] = layout.group_of
-        events["num_inputs"] = np.diff(layout.input_ptr)
-        groups = np.zeros(len(layout.groups), DATASETS["layout_groups"][0])
-        groups["group"] = [self._groups[group[:4]] for group in layout.groups]
-        groups["parent"] = [group.parent for group in layout.groups]
-        columns["layout_events"].append(events)
-        columns["layout_groups"].append(groups)
-        columns["layout_inputs"].append(layout.inputs)
-        self._layout_ids[layout.hash] = columns["layouts"].append(rows)
-        return self._layout_ids[layout.hash]
+        event_rows = np.zeros(len(sites), DATASETS["layout_events"][0])
+        event_rows["site"] = write_new(self._sites.rows, sites, lambda event: self._write_site(record.sites[event]))
+        event_rows["group"] = group_of
+        event_rows["num_inputs"] = num_inputs
+        group_rows = np.zeros(len(groups), DATASETS["layout_groups"][0])
+        group_rows["group"] = write_new(
+            self._groups.rows, groups, lambda group: self._group_names[record.groups[group][:4]]
+        )
+        group_rows["parent"] = self._groups.parents[groups]
+        columns["layout_events"].append(event_rows)
+        columns["layout_groups"].append(group_rows)
+        columns["layout_inputs"].append(inputs)
+        return columns["layouts"].append(rows)
 
-    def _find_meta(self, record: StepColumns, leaves: list[bytes]) -> _KnownMeta:
-        key: list[list[Any]] = [record.kinds, list(map(len, leaves))]
-        key += [list(record.values), list(record.placements.items())]
+    def _find_meta(self, record: StepColumns) -> tuple[_KnownMeta, list[bytes]]:
+        """Return the step's meta, known or written now, and of each event the leaf digests that are kept."""
+        key: list[list[Any]] = [record.kinds, list(record.values), list(record.placements.items())]
         for position, known in enumerate(self._metas):
             if known.key == key:
-                if position:
-                    self._metas.insert(0, self._metas.pop(position))
-                return known
-        if any(length % DIGEST_BYTES for length in key[1]):
+                leaves = _without(record.leaves, known.not_kept)
+                if list(map(len, leaves)) == known.leaf_lengths:
+                    if position:
+                        self._metas.insert(0, self._metas.pop(position))
+                    return known, leaves
+        kinds = self._kinds.find(record.kinds)
+        sizes = self._kinds.sizes[kinds]
+        limit = self.leaf_limit_bytes
+        not_kept = [] if limit is None else np.flatnonzero(sizes > limit).tolist()
+        leaves = _without(record.leaves, not_kept)
+        leaf_lengths = list(map(len, leaves))
+        lengths = np.array(leaf_lengths, np.int64)
+        if (lengths % DIGEST_BYTES).any():
             raise LayoutError("a leaf digest is not 16 bytes long")
-        has_value = map(record.values.__contains__, range(len(record)))
-        placements = map(record.placements.get, range(len(record)), itertools.repeat(""))
-        told = zip(record.kinds, key[1], has_value, placements, strict=True)
-        kinds = [self._kinds[(*kind, *fields)] for kind, *fields in told]
-        meta = Meta(kinds)
-        number = self._meta_ids.get(meta.hash)
+        # In two halves, so that no sum is beyond an int64.
+        total_bytes = (int((sizes >> 32).sum()) << 32) + int((sizes & (2**32 - 1)).sum())
+        if total_bytes >= 2**63 or (sizes < 0).any():
+            raise LayoutError("a tensor's size is out of range")
+        num_leaves = lengths // DIGEST_BYTES
+        if ((num_leaves != 0) & (num_leaves != self._kinds.num_leaves[kinds])).any():
+            raise LayoutError("a tensor has some of its leaf digests, not all or none")
+        tensors = self._find_tensors(record, kinds, num_leaves != 0)
+        meta_hash = hash_meta(self._tensors.digests[tensors].tobytes())
+        number = self._meta_ids.get(meta_hash)
         if number is None:
-            rows = np.zeros(1, DATASETS["metas"][0])
-            rows[0] = (self._columns["meta_tensors"].num_rows, len(record), np.frombuffer(meta.hash, np.uint8))
-            self._columns["meta_tensors"].append(np.array([self._tensors[kind] for kind in kinds], np.uint32))
-            number = self._meta_ids[meta.hash] = self._columns["metas"].append(rows)
-        known = _KnownMeta(number, meta, key)
+            number = self._meta_ids[meta_hash] = self._write_meta(meta_hash, tensors)
+        known = _KnownMeta(number, meta_hash, total_bytes, not_kept, leaf_lengths, key)
         self._metas = _most_recent([known, *self._metas])
-        return known
+        return known, leaves
+
+    def _find_tensors(self, record: StepColumns, kinds: np.ndarray, has_leaves: np.ndarray) -> np.ndarray:
+        """Return the numbers of the events' TensorKinds, int64 [n]; each is described once, however many have it."""
+        has_value = np.zeros(len(kinds), np.int64)
+        has_value[list(record.values)] = 1
+        codes = kinds * 4 + has_value * 2 + has_leaves
+        different = np.flatnonzero(np.bincount(codes))
+        placed = [event for event, placement in record.placements.items() if placement]
+        placements = [*itertools.repeat("", len(different)), *(record.placements[event] for event in placed)]
+        told = []
+        for code, placement in zip([*different.tolist(), *codes[placed].tolist()], placements, strict=True):
+            dtype, shape, size = self._kinds.kinds[code // 4]
+            num_leaves = int(self._kinds.num_leaves[code // 4]) if code % 2 else 0
+            told.append(TensorKind(dtype, tuple(shape), size, num_leaves, bool(code & 2), placement))
+        numbers = self._tensors.find(told)
+        number_of = np.zeros(len(self._kinds.kinds) * 4, np.int64)
+        number_of[different] = numbers[: len(different)]
+        tensors: np.ndarray = number_of[codes]
+        tensors[placed] = numbers[len(different) :]
+        return tensors
+
+    def _write_meta(self, meta_hash: bytes, tensors: np.ndarray) -> int:
+        """Write a meta, `tensors` the numbers of its events' TensorKinds; return its row."""
+        columns, known = self._columns, self._tensors
+        rows = np.zeros(1, DATASETS["metas"][0])
+        rows[0] = (columns["meta_tensors"].num_rows, len(tensors), np.frombuffer(meta_hash, np.uint8))
+        numbers = write_new(known.rows, tensors, lambda event: self._write_tensor(known.tensors[tensors[event]]))
+        columns["meta_tensors"].append(numbers.astype(np.uint32))
+        return columns["metas"].append(rows)
 
     def _write_values(self, values: list[str]) -> int:
         """Write the step's values and return the first one's row; those of the step before serve again."""
@@ -271,7 +314,7 @@ class RankWriter:
 
     def _write_site(self, site: Site) -> int:
         names = (self._strings[site.root], self._strings[site.path], self._strings[site.slot])
-        return self._columns["sites"].add((_PHASE_NUMBER[site.phase], site.is_eval, *names, site.occurrence))
+        return self._columns["sites"].add((PHASE_NUMBER[site.phase], site.is_eval, *names, site.occurrence))
 
     def _write_group(self, names: tuple[str, str, str, str]) -> int:
         return self._columns["groups"].add(tuple([self._strings[name] for name in names]))
@@ -296,26 +339,32 @@ class _Interned(dict[Any, int]):
         return number
 
 
-class _Kinds(dict[tuple[str, tuple[int, ...], int, int, bool, str], TensorKind]):
-    """(dtype, shape, size, bytes of leaf digests, whether it has a value, placement) -> the one object that says so."""
+class _LayoutNumbers(NamedTuple):
+    """A layout as arrays, of n events and g computations that have m inputs together."""
 
-    def __missing__(self, key: tuple[str, tuple[int, ...], int, int, bool, str]) -> TensorKind:
-        if len(self) >= _KNOWN_VALUES:
-            self.clear()
-        dtype, shape, size, leaf_bytes, has_value, placement = key
-        kind = self[key] = TensorKind(dtype, tuple(shape), size, leaf_bytes // DIGEST_BYTES, has_value, placement)
-        return kind
+    sites: np.ndarray
+    """int64 [n], numbers in KnownSites; groups: int64 [g], in KnownGroups."""
+    groups: np.ndarray
+    group_of: np.ndarray
+    """int32 [n]; num_inputs: int64 [n]; inputs: int32 [m]."""
+    num_inputs: np.ndarray
+    inputs: np.ndarray
 
 
 class _KnownLayout(NamedTuple):
     number: int
-    layout: Layout
+    hash: bytes
+    cover: Cover
     key: list[list[Any]]
 
 
 class _KnownMeta(NamedTuple):
     number: int
-    meta: Meta
+    hash: bytes
+    total_bytes: int
+    not_kept: list[int]
+    """Events whose leaf digests are not kept: larger than the limit."""
+    leaf_lengths: list[int]
     key: list[list[Any]]
 
 
@@ -327,3 +376,12 @@ def _most_recent(known: list[_Known]) -> list[_Known]:
     num_events = itertools.accumulate(len(each.key[0]) for each in known)
     num_kept = sum(total <= _KNOWN_EVENTS for total in num_events)
     return known[: min(max(num_kept, 1), _KNOWN_LAYOUTS)]
+
+
+def _without(leaves: list[bytes], not_kept: list[int]) -> list[bytes]:
+    """Return the leaf digests of each event, none of those named; the list itself where that changes nothing."""
+    if not_kept:
+        leaves = leaves.copy()
+        for event in not_kept:
+            leaves[event] = b""
+    return leaves

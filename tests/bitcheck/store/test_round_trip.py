@@ -119,6 +119,23 @@ def test_the_order_in_which_events_were_registered_does_not_change_the_root(tmp_
         assert reader.load(1).to_record() == steps[1]
 
 
+def test_operations_of_an_optimizer_count_with_the_gradients_and_not_with_the_state(tmp_path: Path) -> None:
+    step = make_step(random.Random(14), 0)
+    groups = [*step.groups, Group("op", "AdamW", "", "aten._fused_adamw_"), Group("optimizer", "AdamW", "", "AdamW")]
+    rng, slots = random.Random(15), ("exp_avg", "fused_adamw.self")
+    state, operand = (make_event(rng, Site(Phase.OPTIM, "Model", "blocks.0.weight", slot)) for slot in slots)
+    of_step = replace(state, group=len(groups) - 1)
+    with_state = replace(step, groups=groups, events=[*step.events, of_step])
+    with_operand = replace(step, groups=groups, events=[*with_state.events, replace(operand, group=len(groups) - 2)])
+    with RankReader(write_rank(tmp_path / "r.h5", [step, with_state, with_operand])) as reader:
+        roots, state_roots = reader.table["phase_roots"], reader.table["state_root"]
+        assert reader.load(2).to_record() == with_operand
+    changed = [(roots[row] != roots[row + 1]).any(axis=1) for row in range(2)]
+    assert [[PHASES[number] for number in np.flatnonzero(each)] for each in changed] == [[Phase.OPTIM], [Phase.GRAD]]
+    assert (state_roots[0] != state_roots[1]).any()
+    assert (state_roots[1] == state_roots[2]).all()
+
+
 def test_digests_that_change_places_change_the_root(tmp_path: Path) -> None:
     step = make_step(random.Random(3), 0)
     swapped = with_digest(with_digest(step, 1, step.events[2].digest), 2, step.events[1].digest)

@@ -1,0 +1,220 @@
+"""What a writer knows of the sites, computations and tensor kinds that its steps have in common, by number.
+
+At level `op` a step has tens of thousands of events, and where a router sends tokens elsewhere nearly every step has
+another layout. What a step has of its own are then numbers: one look into a dictionary finds an event's site by its
+value, and all that layout, hash and roots need of the site is taken from arrays by that number, of all events at once.
+
+    Known          things of a kind -> their numbers, in the order in which they were met
+    KnownSites     ... phase, digests, their order by key, their rows in the file
+    KnownGroups    ... digest, parent, whether it is an operation, its row in the file
+    KnownKinds     ... size, number of leaves
+    KnownTensors   ... digest, row in the file
+
+Numbers are the writer's own and stand in no file. Where there get to be too many all are forgotten, between two
+steps; their rows in the file, too, and what comes again is written again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from bitcheck.digest import DIGEST_BYTES, num_leaves
+from bitcheck.events import Group, Kind, Site
+from bitcheck.store.layout import PHASE_NUMBER, LayoutError, TensorKind, digest_json, digest_key, parents_of
+
+MAX_KNOWN = 131_072
+"""Things of a kind that a writer knows between two steps, or twice as many as a step has where that is more."""
+
+Thing = TypeVar("Thing", Site, Group, Kind, TensorKind)
+
+
+class _Numbers(dict[Any, int]):
+    """Thing -> its number; what is not there yet gets the next."""
+
+    def __missing__(self, thing: Any) -> int:
+        self[thing] = number = len(self)
+        return number
+
+
+class Known(Generic[Thing]):
+    """Numbers things, and keeps what is known of each in arrays, at its number."""
+
+    def __init__(self) -> None:
+        self._numbers = _Numbers()
+        self._num_described = 0
+
+    def find(self, things: Sequence[Thing]) -> np.ndarray:
+        """Return the number of each, int64 [n]; what is new is described."""
+        count = len(things)
+        if self._num_described > max(MAX_KNOWN, 2 * count):
+            self._numbers.clear()
+            self._num_described = 0
+        numbers = np.fromiter(map(self._numbers.__getitem__, things), np.int64, count)
+        if len(self._numbers) > self._num_described:
+            first, self._num_described = self._num_described, len(self._numbers)
+            try:
+                self._describe(first, list(itertools.islice(self._numbers, first, None)))
+            except BaseException:  # what is known of some and not of others would be taken for that of others
+                self._numbers.clear()
+                self._num_described = 0
+                raise
+        return numbers
+
+    def _describe(self, first: int, things: list[Thing]) -> None:
+        """Take in new things, numbered from `first` on; from 0 where what was known is forgotten."""
+        raise NotImplementedError
+
+
+class KnownSites(Known[Site]):
+    """Sites.
+
+    phases        uint8 [k], index in PHASES
+    key_digests   uint8 [k, 16]; digests uint8 [k, 16], of their parts
+    ranks         int64 [k], their order by key; the same number where two have one key
+    keys          list of k
+    rows          int64 [k], in the file's `sites`, -1 where it is not there yet
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.phases = np.zeros(0, np.uint8)
+        self.key_digests, self.digests = np.zeros((0, DIGEST_BYTES), np.uint8), np.zeros((0, DIGEST_BYTES), np.uint8)
+        self.ranks = self.rows = np.zeros(0, np.int64)
+        self.keys: list[str] = []
+        self._by_key: list[int] = []
+
+    def order(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the events of a step in the order of their keys, int64 [n]; `numbers` of their sites.
+
+        Raises LayoutError where two have one key.
+        """
+        ranks = self.ranks[numbers]
+        event_of = np.full(len(self.keys), -1, np.int64)
+        event_of[ranks] = np.arange(len(numbers))
+        events = event_of[event_of >= 0]
+        if len(events) != len(numbers):
+            is_twice = np.bincount(ranks)[ranks] > 1
+            raise LayoutError(f"two events are named {self.keys[numbers[is_twice.argmax()]]}")
+        return events
+
+    def _describe(self, first: int, things: list[Site]) -> None:
+        if not first:
+            self._forget()
+        new_keys = [site.key for site in things]
+        self.phases = np.append(self.phases, np.array([PHASE_NUMBER[site.phase] for site in things], np.uint8))
+        self.key_digests = _with_digests(self.key_digests, map(digest_key, new_keys))
+        self.digests = _with_digests(self.digests, map(digest_json, things))
+        self.rows = np.append(self.rows, np.full(len(things), -1, np.int64))
+        keys = self.keys
+        keys += new_keys
+        self._by_key += range(first, len(keys))
+        self._by_key.sort(key=keys.__getitem__)  # what was in order stays a run, so this is a merge
+        by_key = np.array(self._by_key, np.int64)
+        digests = self.key_digests[by_key]
+        is_another = np.ones(len(keys), bool)
+        is_another[1:] = (digests[1:] != digests[:-1]).any(axis=1)
+        for place in np.flatnonzero(~is_another).tolist():  # keys of equal digests: equal, or as good as never
+            is_another[place] = keys[by_key[place]] != keys[by_key[place - 1]]
+        self.ranks = np.empty(len(keys), np.int64)
+        self.ranks[by_key] = np.cumsum(is_another) - 1
+
+
+class KnownGroups(Known[Group]):
+    """Computations.
+
+    parents   int64 [k], as `layout.parents_of` gives them; is_op bool [k]
+    digests   uint8 [k, 16]
+    rows      int64 [k], in the file's `groups`, -1 where it is not there yet
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.parents = self.rows = np.zeros(0, np.int64)
+        self.is_op = np.zeros(0, bool)
+        self.digests = np.zeros((0, DIGEST_BYTES), np.uint8)
+
+    def _describe(self, first: int, things: list[Group]) -> None:
+        if not first:
+            self._forget()
+        self.parents = np.append(self.parents, parents_of(things))
+        self.is_op = np.append(self.is_op, np.array([group.kind == "op" for group in things], bool))
+        self.digests = _with_digests(self.digests, map(digest_json, things))
+        self.rows = np.append(self.rows, np.full(len(things), -1, np.int64))
+
+
+class KnownKinds(Known[Kind]):
+    """Dtypes, shapes and sizes.
+
+    kinds        list of k
+    sizes        int64 [k], -1 where it is out of any range
+    num_leaves   int64 [k], of all its leaves
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.kinds: list[Kind] = []
+        self.sizes = self.num_leaves = np.zeros(0, np.int64)
+
+    def _describe(self, first: int, things: list[Kind]) -> None:
+        if not first:
+            self._forget()
+        self.kinds += things
+        sizes = [size if 0 <= size < 2**63 else -1 for _, _, size in things]
+        self.sizes = np.append(self.sizes, np.array(sizes, np.int64))
+        self.num_leaves = np.append(self.num_leaves, np.array(list(map(num_leaves, sizes)), np.int64))
+
+
+class KnownTensors(Known[TensorKind]):
+    """What a meta holds of an event.
+
+    tensors   list of k
+    digests   uint8 [k, 16]
+    rows      int64 [k], in the file's `tensors`, -1 where it is not there yet
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.tensors: list[TensorKind] = []
+        self.digests = np.zeros((0, DIGEST_BYTES), np.uint8)
+        self.rows = np.zeros(0, np.int64)
+
+    def _describe(self, first: int, things: list[TensorKind]) -> None:
+        if not first:
+            self._forget()
+        self.tensors += things
+        self.digests = _with_digests(self.digests, map(digest_json, things))
+        self.rows = np.append(self.rows, np.full(len(things), -1, np.int64))
+
+
+def write_new(rows: np.ndarray, numbers: np.ndarray, write: Callable[[int], int]) -> np.ndarray:
+    """Return the rows in the file of `numbers`, int64 [n]; those that are not there yet are written, first come first.
+
+    `write` is called with a position in `numbers` and gives the row; `rows` are what is known, and learn of it.
+    """
+    for position in np.flatnonzero(rows[numbers] < 0).tolist():
+        number = numbers[position]
+        if rows[number] < 0:
+            rows[number] = write(position)
+    found: np.ndarray = rows[numbers]
+    return found
+
+
+def _with_digests(known: np.ndarray, new: Iterable[bytes]) -> np.ndarray:
+    """Return digests, uint8 [k, 16], with new ones after them."""
+    return np.concatenate([known, np.frombuffer(b"".join(new), np.uint8).reshape(-1, DIGEST_BYTES)])
