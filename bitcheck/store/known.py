@@ -17,6 +17,7 @@ steps; their rows in the file, too, and what comes again is written again.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -24,10 +25,22 @@ import numpy as np
 
 from bitcheck.digest import DIGEST_BYTES, num_leaves
 from bitcheck.events import Group, Kind, Site
-from bitcheck.store.layout import PHASE_NUMBER, LayoutError, TensorKind, digest_json, digest_key, parents_of
+from bitcheck.store.layout import (
+    PHASE_NUMBER,
+    LayoutError,
+    TensorKind,
+    digest_group,
+    digest_key,
+    digest_site,
+    digest_tensor,
+    parents_of,
+)
 
 MAX_KNOWN = 131_072
 """Things of a kind that a writer knows between two steps, or twice as many as a step has where that is more."""
+
+_FEW = 16
+"""New sites are put among the others one by one where those are so many times as many."""
 
 Thing = TypeVar("Thing", Site, Group, Kind, TensorKind)
 
@@ -88,7 +101,9 @@ class KnownSites(Known[Site]):
         self.key_digests, self.digests = np.zeros((0, DIGEST_BYTES), np.uint8), np.zeros((0, DIGEST_BYTES), np.uint8)
         self.ranks = self.rows = np.zeros(0, np.int64)
         self.keys: list[str] = []
-        self._by_key: list[int] = []
+        self._by_key = np.zeros(0, np.int64)
+        self._is_again = np.zeros(0, bool)
+        """Whether the one before it by key has the same key."""
 
     def order(self, numbers: np.ndarray) -> np.ndarray:
         """Return the events of a step in the order of their keys, int64 [n]; `numbers` of their sites.
@@ -110,20 +125,31 @@ class KnownSites(Known[Site]):
         new_keys = [site.key for site in things]
         self.phases = np.append(self.phases, np.array([PHASE_NUMBER[site.phase] for site in things], np.uint8))
         self.key_digests = _with_digests(self.key_digests, map(digest_key, new_keys))
-        self.digests = _with_digests(self.digests, map(digest_json, things))
+        self.digests = _with_digests(self.digests, map(digest_site, things))
         self.rows = np.append(self.rows, np.full(len(things), -1, np.int64))
-        keys = self.keys
-        keys += new_keys
-        self._by_key += range(first, len(keys))
-        self._by_key.sort(key=keys.__getitem__)  # what was in order stays a run, so this is a merge
-        by_key = np.array(self._by_key, np.int64)
-        digests = self.key_digests[by_key]
-        is_another = np.ones(len(keys), bool)
-        is_another[1:] = (digests[1:] != digests[:-1]).any(axis=1)
-        for place in np.flatnonzero(~is_another).tolist():  # keys of equal digests: equal, or as good as never
-            is_another[place] = keys[by_key[place]] != keys[by_key[place - 1]]
+        self.keys += new_keys
+        self._put_in_order(first)
+
+    def _put_in_order(self, first: int) -> None:
+        """Give the sites numbered from `first` on their places among the others."""
+        keys, key_of = self.keys, self.keys.__getitem__
+        if (len(keys) - first) * _FEW > first:  # so many that they are sorted again, all together
+            first = 0
+        known = self._by_key if first else self._by_key[:0]
+        new = sorted(range(first, len(keys)), key=key_of)
+        places = [bisect_right(known, keys[number], key=key_of) for number in new] if first else [0] * len(new)
+        is_again: list[bool] = []
+        last_place, before = -1, None
+        for number, place in zip(new, places, strict=True):
+            if place != last_place:
+                last_place, before = place, keys[known[place - 1]] if place else None
+            is_again.append(keys[number] == before)
+            before = keys[number]
+        self._by_key = np.insert(known, places, new)
+        self._is_again = np.append(self._is_again[:first], np.zeros(len(new), bool))
+        self._is_again[new] = is_again
         self.ranks = np.empty(len(keys), np.int64)
-        self.ranks[by_key] = np.cumsum(is_another) - 1
+        self.ranks[self._by_key] = np.cumsum(~self._is_again[self._by_key]) - 1
 
 
 class KnownGroups(Known[Group]):
@@ -148,7 +174,7 @@ class KnownGroups(Known[Group]):
             self._forget()
         self.parents = np.append(self.parents, parents_of(things))
         self.is_op = np.append(self.is_op, np.array([group.kind == "op" for group in things], bool))
-        self.digests = _with_digests(self.digests, map(digest_json, things))
+        self.digests = _with_digests(self.digests, map(digest_group, things))
         self.rows = np.append(self.rows, np.full(len(things), -1, np.int64))
 
 
@@ -198,7 +224,7 @@ class KnownTensors(Known[TensorKind]):
         if not first:
             self._forget()
         self.tensors += things
-        self.digests = _with_digests(self.digests, map(digest_json, things))
+        self.digests = _with_digests(self.digests, map(digest_tensor, things))
         self.rows = np.append(self.rows, np.full(len(things), -1, np.int64))
 
 

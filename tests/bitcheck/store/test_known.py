@@ -17,7 +17,7 @@ from bitcheck.errors import RecordingError
 from bitcheck.events import Group, Phase, Site, StepColumns, StepRecord
 from bitcheck.store import RankReader, known
 from bitcheck.store.known import KnownGroups, KnownSites
-from bitcheck.store.layout import LayoutError, digest_json, digest_key
+from bitcheck.store.layout import LayoutError, digest_group, digest_key, digest_site
 from tests.bitcheck.store.records import make_step, open_writer
 
 
@@ -165,19 +165,32 @@ names = st.sampled_from(["", "a", "B", "a/b", "b", "b:out", "\ud800", "\U0001f60
 sites = st.builds(Site, st.sampled_from([Phase.GRAD, Phase.PARAM]), names, names, names, st.integers(0, 2))
 
 
-@given(st.lists(st.lists(sites, max_size=12, unique_by=lambda site: site.key), max_size=6))
-def test_sites_are_in_the_order_of_their_keys_whenever_each_was_met(steps: list[list[Site]]) -> None:
+@given(
+    st.lists(st.lists(sites, max_size=12, unique_by=lambda site: site.key), max_size=6),
+    st.sampled_from([0, 1, 1_000_000]),
+)
+def test_sites_are_in_the_order_of_their_keys_whenever_and_among_how_many_each_was_met(
+    steps: list[list[Site]], few: int
+) -> None:
     table = KnownSites()
     for step in steps:
-        numbers = table.find(step)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(known, "_FEW", few)
+            numbers = table.find(step)
         assert [table.keys[number] for number in numbers] == [site.key for site in step]
         assert table.key_digests[numbers].tobytes() == b"".join(digest_key(site.key) for site in step)
-        assert table.digests[numbers].tobytes() == b"".join(map(digest_json, step))
+        assert table.digests[numbers].tobytes() == b"".join(map(digest_site, step))
         assert table.order(numbers).tolist() == sorted(range(len(step)), key=lambda event: step[event].key)
+        met = sorted(set(table.keys))
+        assert table.ranks.tolist() == [met.index(key) for key in table.keys]
 
 
+@pytest.mark.parametrize("few", [0, 16])
 @pytest.mark.parametrize("met_together", [True, False])
-def test_two_sites_of_one_step_with_one_key_are_refused(met_together: bool) -> None:
+def test_two_sites_of_one_step_with_one_key_are_refused(
+    met_together: bool, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known, "_FEW", few)
     one, other = Site(Phase.PARAM, "M/a", "b", "value"), Site(Phase.PARAM, "M", "a/b", "value")
     between = Site(Phase.PARAM, "M", "a/bb", "value")
     table = KnownSites()
@@ -199,12 +212,12 @@ def test_what_could_not_be_described_leaves_nothing_half_known(monkeypatch: pyte
         def run_out(*_: object) -> None:
             raise MemoryError
 
-        patch.setattr(known, "digest_json", run_out)
+        patch.setattr(known, "digest_group", run_out)
         with pytest.raises(MemoryError):
             table.find(groups)
     numbers = table.find(groups[::-1])
     assert table.parents[numbers].tolist() == [2, 1, 0, -1]
-    assert table.digests[numbers].tobytes() == b"".join(map(digest_json, groups[::-1]))
+    assert table.digests[numbers].tobytes() == b"".join(map(digest_group, groups[::-1]))
 
 
 @pytest.mark.parametrize("parent", [1, 2, -2, 2**40, 2**80, -(2**80)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import struct
@@ -20,6 +21,7 @@ from bitcheck.digest import num_leaves
 from bitcheck.events import PHASES, STATE_PHASES, Event, Group, Level, Phase, Site, StepKind, StepRecord
 from bitcheck.store import RankReader, RankWriter
 from bitcheck.store.format import DATASETS
+from bitcheck.store.layout import digest_group, digest_site
 from tests.bitcheck.store.records import make_event, make_step, make_steps, open_writer, with_digest, write_rank
 
 names = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -107,6 +109,15 @@ def test_roots_are_the_hashes_that_the_documentation_says(tmp_path: Path) -> Non
     assert row["contents"].tobytes() == contents
     linked = h(b"bitcheck.rank/1") + struct.pack("<qI", 3, 1) + row["root"].tobytes() + layout + meta + contents
     assert row["chain"].tobytes() == h(linked)
+
+
+@given(sites, groups, st.sampled_from([-1, 0, 7, 2**40]))
+def test_what_a_layout_hash_covers_of_a_site_and_of_a_computation_is_their_json(
+    site: Site, group: Group, parent: int
+) -> None:
+    group = group._replace(parent=parent)
+    assert digest_site(site) == xxhash.xxh3_128_digest(json.dumps(site).encode())
+    assert digest_group(group) == xxhash.xxh3_128_digest(json.dumps(group).encode())
 
 
 def test_the_order_in_which_events_were_registered_does_not_change_the_root(tmp_path: Path) -> None:
