@@ -7,8 +7,8 @@ value, and all that layout, hash and roots need of the site is taken from arrays
     Known          things of a kind -> their numbers, in the order in which they were met
     KnownSites     ... phase, digests, their order by key, their rows in the file
     KnownGroups    ... digest, parent, whether it is an operation, its row in the file
-    KnownKinds     ... size, number of leaves
     KnownTensors   ... digest, row in the file
+    KnownKinds     ... size, number of leaves, the KnownTensors of them
 
 Numbers are the writer's own and stand in no file. Where there get to be too many all are forgotten, between two
 steps; their rows in the file, too, and what comes again is written again.
@@ -56,29 +56,33 @@ class _Numbers(dict[Any, int]):
 class Known(Generic[Thing]):
     """Numbers things, and keeps what is known of each in arrays, at its number."""
 
+    _is_bounded = True
+
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Know nothing any more."""
         self._numbers = _Numbers()
         self._num_described = 0
 
     def find(self, things: Sequence[Thing]) -> np.ndarray:
         """Return the number of each, int64 [n]; what is new is described."""
         count = len(things)
-        if self._num_described > max(MAX_KNOWN, 2 * count):
-            self._numbers.clear()
-            self._num_described = 0
+        if self._is_bounded and self._num_described > max(MAX_KNOWN, 2 * count):
+            self.forget()
         numbers = np.fromiter(map(self._numbers.__getitem__, things), np.int64, count)
         if len(self._numbers) > self._num_described:
             first, self._num_described = self._num_described, len(self._numbers)
             try:
                 self._describe(first, list(itertools.islice(self._numbers, first, None)))
             except BaseException:  # what is known of some and not of others would be taken for that of others
-                self._numbers.clear()
-                self._num_described = 0
+                self.forget()
                 raise
         return numbers
 
     def _describe(self, first: int, things: list[Thing]) -> None:
-        """Take in new things, numbered from `first` on; from 0 where what was known is forgotten."""
+        """Take in new things, numbered from `first` on."""
         raise NotImplementedError
 
 
@@ -92,11 +96,9 @@ class KnownSites(Known[Site]):
     rows          int64 [k], in the file's `sites`, -1 where it is not there yet
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._forget()
-
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Know nothing any more."""
+        super().forget()
         self.phases = np.zeros(0, np.uint8)
         self.key_digests, self.digests = np.zeros((0, DIGEST_BYTES), np.uint8), np.zeros((0, DIGEST_BYTES), np.uint8)
         self.ranks = self.rows = np.zeros(0, np.int64)
@@ -120,8 +122,6 @@ class KnownSites(Known[Site]):
         return events
 
     def _describe(self, first: int, things: list[Site]) -> None:
-        if not first:
-            self._forget()
         new_keys = [site.key for site in things]
         self.phases = np.append(self.phases, np.array([PHASE_NUMBER[site.phase] for site in things], np.uint8))
         self.key_digests = _with_digests(self.key_digests, map(digest_key, new_keys))
@@ -160,47 +160,18 @@ class KnownGroups(Known[Group]):
     rows      int64 [k], in the file's `groups`, -1 where it is not there yet
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._forget()
-
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Know nothing any more."""
+        super().forget()
         self.parents = self.rows = np.zeros(0, np.int64)
         self.is_op = np.zeros(0, bool)
         self.digests = np.zeros((0, DIGEST_BYTES), np.uint8)
 
     def _describe(self, first: int, things: list[Group]) -> None:
-        if not first:
-            self._forget()
         self.parents = np.append(self.parents, parents_of(things))
         self.is_op = np.append(self.is_op, np.array([group.kind == "op" for group in things], bool))
         self.digests = _with_digests(self.digests, map(digest_group, things))
         self.rows = np.append(self.rows, np.full(len(things), -1, np.int64))
-
-
-class KnownKinds(Known[Kind]):
-    """Dtypes, shapes and sizes.
-
-    kinds        list of k
-    sizes        int64 [k], -1 where it is out of any range
-    num_leaves   int64 [k], of all its leaves
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._forget()
-
-    def _forget(self) -> None:
-        self.kinds: list[Kind] = []
-        self.sizes = self.num_leaves = np.zeros(0, np.int64)
-
-    def _describe(self, first: int, things: list[Kind]) -> None:
-        if not first:
-            self._forget()
-        self.kinds += things
-        sizes = [size if 0 <= size < 2**63 else -1 for _, _, size in things]
-        self.sizes = np.append(self.sizes, np.array(sizes, np.int64))
-        self.num_leaves = np.append(self.num_leaves, np.array(list(map(num_leaves, sizes)), np.int64))
 
 
 class KnownTensors(Known[TensorKind]):
@@ -211,21 +182,74 @@ class KnownTensors(Known[TensorKind]):
     rows      int64 [k], in the file's `tensors`, -1 where it is not there yet
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._forget()
+    _is_bounded = False  # it is forgotten with the kinds that they are made of
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Know nothing any more."""
+        super().forget()
         self.tensors: list[TensorKind] = []
         self.digests = np.zeros((0, DIGEST_BYTES), np.uint8)
         self.rows = np.zeros(0, np.int64)
 
     def _describe(self, first: int, things: list[TensorKind]) -> None:
-        if not first:
-            self._forget()
         self.tensors += things
         self.digests = _with_digests(self.digests, map(digest_tensor, things))
         self.rows = np.append(self.rows, np.full(len(things), -1, np.int64))
+
+
+class KnownKinds(Known[Kind]):
+    """Dtypes, shapes and sizes.
+
+    kinds        list of k
+    sizes        int64 [k], -1 where it is out of any range
+    num_leaves   int64 [k], of all its leaves
+    tensors      the TensorKinds made of them
+    """
+
+    def forget(self) -> None:
+        """Know nothing any more."""
+        super().forget()
+        self.kinds: list[Kind] = []
+        self.sizes = self.num_leaves = np.zeros(0, np.int64)
+        self.tensors = KnownTensors()
+        self._tensor_of = np.zeros(0, np.int64)
+        """Code of a kind, of whether there is a value and of whether there are leaves -> number in `tensors`, or -1."""
+
+    def find_tensors(
+        self, numbers: np.ndarray, has_value: np.ndarray, has_leaves: np.ndarray, placements: dict[int, str]
+    ) -> np.ndarray:
+        """Return the numbers in `tensors` of a step's events, int64 [n]: of the kind `numbers`, both others bool [n].
+
+        `placements`: of the events that have one.
+        """
+        codes = numbers * 4 + has_value * 2 + has_leaves
+        new = np.flatnonzero(np.bincount(codes[self._tensor_of[codes] < 0])).tolist()
+        placed = list(placements)
+        told = [self._tell(code, "") for code in new]
+        told += [
+            self._tell(code, placements[event]) for event, code in zip(placed, codes[placed].tolist(), strict=True)
+        ]
+        try:
+            found = self.tensors.find(told)
+        except BaseException:  # `tensors` has forgotten what it knew, and other numbers will come
+            self.forget()
+            raise
+        self._tensor_of[new] = found[: len(new)]
+        tensors: np.ndarray = self._tensor_of[codes]
+        tensors[placed] = found[len(new) :]
+        return tensors
+
+    def _tell(self, code: int, placement: str) -> TensorKind:
+        dtype, shape, size = self.kinds[code // 4]
+        kept = int(self.num_leaves[code // 4]) if code % 2 else 0
+        return TensorKind(dtype, tuple(shape), size, kept, code & 2 != 0, placement)
+
+    def _describe(self, first: int, things: list[Kind]) -> None:
+        self.kinds += things
+        sizes = [size if 0 <= size < 2**63 else -1 for _, _, size in things]
+        self.sizes = np.append(self.sizes, np.array(sizes, np.int64))
+        self.num_leaves = np.append(self.num_leaves, np.array(list(map(num_leaves, sizes)), np.int64))
+        self._tensor_of = np.append(self._tensor_of, np.full(4 * len(things), -1, np.int64))
 
 
 def write_new(rows: np.ndarray, numbers: np.ndarray, write: Callable[[int], int]) -> np.ndarray:

@@ -15,7 +15,7 @@ from bitcheck.events import Level, Site, StepColumns, StepRecord
 from bitcheck.process import this_process
 from bitcheck.store.file import WRITING_ERRORS, GrowingFile, reason_of
 from bitcheck.store.format import DATASETS, SCHEMA, STEP_ROW, row_check
-from bitcheck.store.known import KnownGroups, KnownKinds, KnownSites, KnownTensors, write_new
+from bitcheck.store.known import KnownGroups, KnownKinds, KnownSites, write_new
 from bitcheck.store.layout import (
     CHAIN_SEED,
     PHASE_NUMBER,
@@ -70,8 +70,7 @@ class RankWriter:
         self._failure: str | None = None
         self._strings = _Interned(self._write_string)
         self._group_names = _Interned(self._write_group)
-        self._sites, self._groups = KnownSites(), KnownGroups()
-        self._kinds, self._tensors = KnownKinds(), KnownTensors()
+        self._sites, self._groups, self._kinds = KnownSites(), KnownGroups(), KnownKinds()
         self._layout_ids: dict[bytes, int] = {}
         self._meta_ids: dict[bytes, int] = {}
         self._layouts: list[_KnownLayout] = []
@@ -260,8 +259,10 @@ class RankWriter:
         num_leaves = lengths // DIGEST_BYTES
         if ((num_leaves != 0) & (num_leaves != self._kinds.num_leaves[kinds])).any():
             raise LayoutError("a tensor has some of its leaf digests, not all or none")
-        tensors = self._find_tensors(record, kinds, num_leaves != 0)
-        meta_hash = hash_meta(self._tensors.digests[tensors].tobytes())
+        has_value = np.zeros(len(kinds), bool)
+        has_value[list(record.values)] = True
+        tensors = self._kinds.find_tensors(kinds, has_value, num_leaves != 0, record.placements)
+        meta_hash = hash_meta(self._kinds.tensors.digests[tensors].tobytes())
         number = self._meta_ids.get(meta_hash)
         if number is None:
             number = self._meta_ids[meta_hash] = self._write_meta(meta_hash, tensors)
@@ -269,29 +270,9 @@ class RankWriter:
         self._metas = _most_recent([known, *self._metas])
         return known, leaves
 
-    def _find_tensors(self, record: StepColumns, kinds: np.ndarray, has_leaves: np.ndarray) -> np.ndarray:
-        """Return the numbers of the events' TensorKinds, int64 [n]; each is described once, however many have it."""
-        has_value = np.zeros(len(kinds), np.int64)
-        has_value[list(record.values)] = 1
-        codes = kinds * 4 + has_value * 2 + has_leaves
-        different = np.flatnonzero(np.bincount(codes))
-        placed = [event for event, placement in record.placements.items() if placement]
-        placements = [*itertools.repeat("", len(different)), *(record.placements[event] for event in placed)]
-        told = []
-        for code, placement in zip([*different.tolist(), *codes[placed].tolist()], placements, strict=True):
-            dtype, shape, size = self._kinds.kinds[code // 4]
-            num_leaves = int(self._kinds.num_leaves[code // 4]) if code % 2 else 0
-            told.append(TensorKind(dtype, tuple(shape), size, num_leaves, bool(code & 2), placement))
-        numbers = self._tensors.find(told)
-        number_of = np.zeros(len(self._kinds.kinds) * 4, np.int64)
-        number_of[different] = numbers[: len(different)]
-        tensors: np.ndarray = number_of[codes]
-        tensors[placed] = numbers[len(different) :]
-        return tensors
-
     def _write_meta(self, meta_hash: bytes, tensors: np.ndarray) -> int:
         """Write a meta, `tensors` the numbers of its events' TensorKinds; return its row."""
-        columns, known = self._columns, self._tensors
+        columns, known = self._columns, self._kinds.tensors
         rows = np.zeros(1, DATASETS["metas"][0])
         rows[0] = (columns["meta_tensors"].num_rows, len(tensors), np.frombuffer(meta_hash, np.uint8))
         numbers = write_new(known.rows, tensors, lambda event: self._write_tensor(known.tensors[tensors[event]]))

@@ -9,15 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bitcheck.errors import RecordingError
-from bitcheck.events import Group, Phase, Site, StepColumns, StepRecord
+from bitcheck.events import Group, Kind, Phase, Site, StepColumns, StepRecord
 from bitcheck.store import RankReader, known
-from bitcheck.store.known import KnownGroups, KnownSites
-from bitcheck.store.layout import LayoutError, digest_group, digest_key, digest_site
+from bitcheck.store.known import KnownGroups, KnownKinds, KnownSites
+from bitcheck.store.layout import LayoutError, TensorKind, digest_group, digest_key, digest_site
 from tests.bitcheck.store.records import make_step, open_writer
 
 
@@ -203,21 +204,56 @@ def test_two_sites_of_one_step_with_one_key_are_refused(
     assert table.order(table.find([other, between])).tolist() == [0, 1]
 
 
+def run_out(*_: object) -> None:
+    raise MemoryError
+
+
 def test_what_could_not_be_described_leaves_nothing_half_known(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [Group("op", "", "", str(number), number - 1) for number in range(4)]
     table = KnownGroups()
     table.find(groups[:2])
     with monkeypatch.context() as patch:
-
-        def run_out(*_: object) -> None:
-            raise MemoryError
-
         patch.setattr(known, "digest_group", run_out)
         with pytest.raises(MemoryError):
             table.find(groups)
     numbers = table.find(groups[::-1])
     assert table.parents[numbers].tolist() == [2, 1, 0, -1]
     assert table.digests[numbers].tobytes() == b"".join(map(digest_group, groups[::-1]))
+
+
+def test_tensor_kinds_that_could_not_be_described_are_not_found_under_the_numbers_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kinds: list[Kind] = [("float32", (size,), 4 * size) for size in range(4)]
+
+    def find(*wanted: int) -> list[TensorKind]:
+        nothing = np.zeros(len(wanted), bool)
+        numbers = table.find_tensors(table.find([kinds[size] for size in wanted]), nothing, nothing, {})
+        return [table.tensors.tensors[number] for number in numbers]
+
+    table = KnownKinds()
+    assert find(0, 1) == [TensorKind(*kinds[size], 0, False) for size in (0, 1)]
+    with monkeypatch.context() as patch:
+        patch.setattr(known, "digest_tensor", run_out)
+        with pytest.raises(MemoryError):
+            find(0, 1, 2)
+    assert find(3, 0, 1) == [TensorKind(*kinds[size], 0, False) for size in (3, 0, 1)]
+
+
+def test_tensor_kinds_are_forgotten_with_the_kinds_that_they_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "MAX_KNOWN", 2)
+    table = KnownKinds()
+    for size in range(20):
+        kinds: list[Kind] = [("float32", (size,), 4 * size), ("float32", (size, 1), 4 * size)]
+        has_value = np.array([False, True])
+        numbers = table.find_tensors(
+            table.find(kinds), has_value, ~has_value & (size > 0), {0: "S0"} if size % 2 else {}
+        )
+        assert [table.tensors.tensors[number] for number in numbers] == [
+            TensorKind(*kinds[0], int(size > 0), False, "S0" if size % 2 else ""),
+            TensorKind(*kinds[1], 0, True),
+        ]
+        assert len(table.tensors.tensors) <= 2 * 6
 
 
 @pytest.mark.parametrize("parent", [1, 2, -2, 2**40, 2**80, -(2**80)])
