@@ -214,13 +214,14 @@ class Measured:
             self.seconds.setdefault(name, []).append(took)
         self.peak[name] = max(self.peak.get(name, 0), torch.cuda.max_memory_allocated())
 
-    def ratio(self, name: str) -> float:
-        """Return the median over the rounds of a variant's step to the bare step of the same round."""
-        pairs = zip(self.seconds[name], self.seconds["bare"], strict=False)
-        return statistics.median(value / bare for value, bare in pairs)
+    def ratios(self, name: str) -> list[float]:
+        """Return, for each round, a variant's step to the bare step of the same round."""
+        return [value / bare for value, bare in zip(self.seconds[name], self.seconds["bare"], strict=False)]
 
 
-def measure(job: Job, recorded: dict[Level, RecordedJob], rounds: int, steps: int, micro_batches: int) -> Measured:
+def measure(
+    job: Job, recorded: dict[Level, RecordedJob], rounds: int, steps: int, micro_batches: int, with_peers: bool
+) -> Measured:
     """Interleave the bare job, its recorded levels and, at one micro-batch, the peers."""
     found = Measured(micro_batches)
 
@@ -233,7 +234,7 @@ def measure(job: Job, recorded: dict[Level, RecordedJob], rounds: int, steps: in
         found.run("bare", bare, steps, number > 0)
         for level in levels:
             found.run(str(level), recorded[level].block, 2 if level is Level.OP else steps, number > 0)
-    if micro_batches == 1:
+    if micro_batches == 1 and with_peers:
         for kind in ("hash_tensor", "norm"):
             found.run(f"DebugMode {kind}", functools.partial(debug_block, job, kind=kind), 1, True)
         found.run("copy to the host, md5", functools.partial(naive_block, job), 1, True)
@@ -246,8 +247,8 @@ def table(found: Measured, recorded: dict[Level, RecordedJob], bandwidth: float)
     lines = [
         f"\n## {found.micro_batches * 8192:,} tokens a step\n",
         "Floor: 1 + bytes hashed / (copy bandwidth x bare step).\n",
-        "| variant | step, ms | ratio to bare | events | GB hashed | floor | peak memory over bare, MiB |",
-        "|---|---|---|---|---|---|---|",
+        "| variant | step, ms | ratio to bare | quartiles | events | GB hashed | floor | peak memory over bare, MiB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, values in found.seconds.items():
         hashed = " | | "
@@ -255,8 +256,14 @@ def table(found: Measured, recorded: dict[Level, RecordedJob], bandwidth: float)
             events, num_bytes = recorded[Level(name)].bytes_a_step()
             hashed = f"{events:,} | {num_bytes / 1e9:.2f} | {1 + num_bytes / (bandwidth * base):.3f}"
         memory = (found.peak[name] - found.peak["bare"]) / 2**20
+        ratios = found.ratios(name)
+        spread = "one step"
+        if len(ratios) > 1:
+            low, _, high = statistics.quantiles(ratios, n=4)
+            spread = f"{low:.3f} to {high:.3f}"
+        middle = statistics.median(ratios)
         lines.append(
-            f"| {name} | {statistics.median(values) * 1e3:.1f} | {found.ratio(name):.3f} | {hashed} | {memory:.0f} |"
+            f"| {name} | {statistics.median(values) * 1e3:.1f} | {middle:.3f} | {spread} | {hashed} | {memory:.0f} |"
         )
     return lines
 
@@ -267,6 +274,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=5, help="steps in a block")
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="what else there is")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -282,7 +290,7 @@ def main() -> None:
         ]
         recorded = {level: RecordedJob(job, level, Path(scratch)) for level in Level}
         for micro_batches, steps in ((1, options.steps), (8, max(2, options.steps // 2))):
-            found = measure(job, recorded, options.rounds, steps, micro_batches)
+            found = measure(job, recorded, options.rounds, steps, micro_batches, options.peers)
             lines += table(found, recorded, bandwidth)
             print("\n".join(lines), flush=True)
         for one in recorded.values():
