@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from bitcheck.events import Event, Phase, Site, StepKind, StepRecord
+from dataclasses import replace
+
+from bitcheck.events import Event, Group, Phase, Site, StepKind, StepRecord
 from bitcheck.memory import MemoryStep
 from bitcheck.recompute import inconsistent_recomputes
 from tests.bitcheck.made_up_runs import digest_of
@@ -79,3 +81,50 @@ def test_an_evaluation_is_no_forward_of_a_recompute() -> None:
     training = step_of((Phase.RECOMPUTE, "drop", 0, "x", "z")).record
     step = MemoryStep(StepRecord(0, StepKind.STEP, [*evaluation.events, *training.events]))
     assert inconsistent_recomputes(step) == []
+
+
+def test_a_forward_marked_as_an_evaluation_excuses_its_recompute() -> None:
+    """Reentrant checkpointing runs a module in evaluation mode without gradients; another call of it has them."""
+    own = step_of((Phase.FORWARD, "drop", 1, "x", "mask of the checkpointed call"), is_eval=True).record
+    rest = step_of(
+        (Phase.FORWARD, "drop", 0, "x", "mask of the direct call"),
+        (Phase.RECOMPUTE, "drop", 0, "x", "mask of the checkpointed call"),
+    ).record
+    assert inconsistent_recomputes(MemoryStep(StepRecord(0, StepKind.STEP, [*own.events, *rest.events]))) == []
+    assert inconsistent_recomputes(MemoryStep(rest)) == [("Net", "drop")]
+
+
+def with_data(record: StepRecord, path: str, occurrence: int) -> StepRecord:
+    """Make a forward call's argument a batch, as it is where the call is an outermost one."""
+    for index, event in enumerate(record.events):
+        site = event.site
+        if site.phase is Phase.FORWARD and site[2:5] == (path, "in.0", occurrence):
+            record.events[index] = replace(event, site=site._replace(phase=Phase.BATCH))
+    return record
+
+
+def test_data_that_the_outermost_module_is_given_is_its_argument() -> None:
+    """Below reentrant checkpointing no gradients are noted, so what functional code made there counts as data."""
+    direct = (Phase.FORWARD, "", 0, "x", "mask of the direct call")
+    own = (Phase.FORWARD, "", 1, "x", "mask of the checkpointed call")
+    good = step_of(direct, own, (Phase.RECOMPUTE, "", 0, "x", "mask of the checkpointed call"))
+    bad = step_of(direct, own, (Phase.RECOMPUTE, "", 0, "x", "a third mask"))
+    alone = step_of(own, (Phase.RECOMPUTE, "", 0, "x", "a third mask"))
+    assert inconsistent_recomputes(MemoryStep(with_data(good.record, "", 1))) == []
+    assert inconsistent_recomputes(MemoryStep(with_data(bad.record, "", 1))) == [("Net", "")]
+    assert inconsistent_recomputes(MemoryStep(with_data(alone.record, "", 1))) == [("Net", "")]
+
+
+def test_operations_do_not_say_to_which_call_they_belong() -> None:
+    """A call that multiplies twice: the second multiplication of the first call is number 1, as the second call is."""
+    step = step_of(
+        (Phase.FORWARD, "drop", 0, "x", "y0"),
+        (Phase.FORWARD, "drop", 1, "x", "y1"),
+        (Phase.RECOMPUTE, "drop", 0, "x", "y1"),
+    ).record
+    step.groups.append(Group("op", "Net", "drop", "aten.mul.Tensor"))
+    for phase, words in ((Phase.FORWARD, ("a0", "b0", "a1", "b1")), (Phase.RECOMPUTE, ("a1", "b1"))):
+        for occurrence, word in enumerate(words):
+            site = Site(phase, "Net", "drop", "aten.mul.Tensor.out", occurrence)
+            step.events.append(Event(site, "float32", (4,), 16, digest_of(word), group=0))
+    assert inconsistent_recomputes(MemoryStep(step)) == []
