@@ -33,7 +33,7 @@ from bitcheck.settings import Options, parse_leaves, parse_steps
     metavar="all|none|SIZE",
     default="1MiB",
     show_default=True,
-    help="Keep leaf digests, which tell the elements that differ, of tensors up to this size.",
+    help="Keep leaf digests, which tell to 16 KiB where a tensor differs, of tensors up to this size.",
 )
 @click.option(
     "--strict", is_flag=True, help="Fail the program where recording fails (a full disk), instead of going on."

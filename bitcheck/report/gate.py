@@ -3,7 +3,7 @@
     FAIL: run 2 differs from run 1 in step 3: forward/body:out (cause: forward)
 
     where        step 3, forward, body, op Linear
-                 forward/body:out  float32 [4, 4]  elements 0 to 15 of 16
+                 forward/body:out  float32 [4, 4]  within elements 0 to 15 of 16
     why          ...
     what to do   ...
 

@@ -2,7 +2,7 @@
 
     DIFFER in step 3: param/head.weight:value on rank 2
 
-    where        step 3, param/head.weight:value  float32 [8, 4]  elements 0 to 15 of 32
+    where        step 3, param/head.weight:value  float32 [8, 4]  within elements 0 to 15 of 32
                  ranks 0-1, 3   5b0d6d0e2a8f0f0c
                  rank 2         0cc175b9c0f1b6a8
     why          In step 3 rank 2 has other bits ...
@@ -102,7 +102,7 @@ def _describe(each: Disagreement) -> str:
     facts = [each.site, f"{each.dtype} [{', '.join(map(str, each.shape))}]"]
     if each.elements is not None and each.shape:
         first, last = each.elements
-        facts.append(f"elements {first:,} to {last:,} of {math.prod(each.shape):,}")
+        facts.append(f"within elements {first:,} to {last:,} of {math.prod(each.shape):,}")
     return "  ".join(facts)
 
 

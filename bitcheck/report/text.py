@@ -3,7 +3,7 @@
     DIVERGED in step 2: backward/core:grad_in.0 (cause: backward)
 
     where        step 2, backward, core, op BlockwiseAttentionBackward
-                 backward/core:grad_in.0  float32 [4, 48, 32]  elements 0 to 6143
+                 backward/core:grad_in.0  float32 [4, 48, 32]  within elements 0 to 6,143 of 6,144
     why          core (BlockwiseAttentionBackward) gave other bits from equal inputs in the backward ...
     what to do   ...
 
@@ -144,7 +144,7 @@ def describe_tensor(origin: Origin) -> str:
     facts = [origin.site, f"{origin.dtype} [{', '.join(map(str, origin.shape))}]"]
     if origin.elements is not None and origin.shape:
         begin, end = origin.elements
-        facts.append(f"elements {begin:,} to {end:,} of {math.prod(origin.shape):,}")
+        facts.append(f"within elements {begin:,} to {end:,} of {math.prod(origin.shape):,}")
     if origin.missing_in:
         facts.append(f"missing in the {origin.missing_in}")
     if origin.baseline_value is not None and origin.candidate_value is not None:
