@@ -43,6 +43,10 @@ class Cause(StrEnum):
     ENDED_EARLY = "ended-early"
 
 
+STARTS = frozenset({Cause.INITIAL_STATE, Cause.RESTORE})
+"""Causes of what initial snapshots show."""
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """An event whose inputs are bitwise equal in both runs and which is not."""

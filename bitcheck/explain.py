@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from bitcheck.answer import Cause, EnvironmentDifference, Origin
+from bitcheck.answer import STARTS, Cause, EnvironmentDifference, Origin
 from bitcheck.events import Phase
 from bitcheck.findings import Findings
 from bitcheck.remedies import find_remedy
@@ -41,7 +41,13 @@ def recommend(findings: Findings) -> str:
             "Compare runs of the same number of ranks, or reduce in an order and a scale that do not depend on it: a "
             "resumed job has to have the ranks of the one that it goes on."
         )
-    return find_remedy(findings.cause, findings.origins, findings.level, is_rebuild=findings.is_rebuild)
+    return find_remedy(
+        findings.cause,
+        findings.origins,
+        findings.level,
+        is_rebuild=findings.is_rebuild,
+        generators=findings.generators,
+    )
 
 
 def explain(findings: Findings) -> str:
@@ -113,7 +119,7 @@ def _ended_early(findings: Findings) -> str:
 
 def _diverged(findings: Findings) -> list[str]:
     first, cause = findings.origins[0], findings.origins[0].cause
-    if cause in (Cause.RESTORE, Cause.INITIAL_STATE):
+    if cause in STARTS:
         return _snapshot(findings)
     where = _where(first, findings)
     sentences = {
@@ -372,7 +378,7 @@ def _structure(first: Origin, where: str, findings: Findings) -> list[str]:
 
 
 def _snapshot(findings: Findings) -> list[str]:
-    first, origins = findings.origins[0], findings.origins
+    first, origins = findings.origins[0], [origin for origin in findings.origins if origin.cause in STARTS]
     differing = [origin for origin in origins if origin.missing_in is None]
     if first.cause is Cause.INITIAL_STATE:
         sentences = ["The runs do not start from the same state."]
@@ -396,7 +402,40 @@ def _snapshot(findings: Findings) -> list[str]:
                 f"{counted(len(missing), 'tensor')} {'is' if len(missing) == 1 else 'are'} missing in the "
                 f"{name}: {_listed(missing)}."
             )
+    if first.cause is Cause.INITIAL_STATE:
+        sentences.extend(_generators(findings.generators))
+    entering = findings.origins[len(origins) :]
+    if entering:
+        sentences.append(
+            f"Step {entering[0].step} begins otherwise in what does not follow from that, too: "
+            f"{'; '.join(_entering(origin) for origin in entering[:MAX_NAMED])}."
+        )
     return sentences
+
+
+def _generators(generators: Mapping[str, bool]) -> list[str]:
+    """Whether the runs were seeded alike, as far as the first step tells."""
+    same = sorted(name for name, agrees in generators.items() if agrees)
+    other = sorted(generators.keys() - set(same))
+    parts = [f"{_joined(same)} in the same state"] if same else []
+    if other:
+        parts.append(f"{_joined(other)} in {'another' if len(other) == 1 else 'other'} state{'s'[: len(other) - 1]}")
+    return [f"At the first forward the runs find {' and '.join(parts)}."] if parts else []
+
+
+def _entering(origin: Origin) -> str:
+    """What else differs in the first step, as a part of a sentence."""
+    also = f" (so {_do(len(origin.also))} {_listed(list(origin.also))})" if origin.also else ""
+    if origin.missing_in is not None:
+        return f"{origin.site} is missing in the {origin.missing_in}{also}"
+    if origin.cause is Cause.HYPERPARAMETER:
+        return (
+            f"{origin.tensor} is {origin.baseline_value} in the baseline and {origin.candidate_value} in the "
+            f"candidate{also}"
+        )
+    if origin.cause is Cause.RNG:
+        return f"the generator {origin.tensor.partition(':')[0]} is in another state, and is drawn from{also}"
+    return f"{_tensor(origin)} differs{also}"
 
 
 def _with_values(origin: Origin) -> str:

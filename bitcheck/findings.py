@@ -48,6 +48,8 @@ class Findings:
     num_unread_ranks: int = 0
     """Ranks that differ in the first origins' step, in which they were not looked for."""
     parted_ranks: list[int] = field(default_factory=list)
+    generators: Mapping[str, bool] = field(default_factory=dict)
+    """Where initial snapshots differ: generator -> whether both runs find it in the same state in the first step."""
     first_tensor: str | None = None
     """The first differing event that is no generator's state, where a generator's is the origin."""
     is_eval_only: bool = False

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from bitcheck.answer import Cause, Origin
+from bitcheck.answer import STARTS, Cause, Origin
 from bitcheck.attribution import attribute_step
 from bitcheck.buckets import has_other_buckets, is_of_bucket
 from bitcheck.causes import describe_snapshot_difference, describe_step_origins
+from bitcheck.entry import find_entering_origins, generators_agree
 from bitcheck.events import PHASES, STATE_PHASES, Group, Level, Phase, Site, StepKind
 from bitcheck.findings import Findings
 from bitcheck.generators import GeneratorReadings
@@ -76,6 +77,9 @@ class OriginSearch:
                 findings.num_unread_ranks = len(ranks) - len(loaded)
             if not is_later and not self._agreed_before(key, ranks) and not self._has_common_site(loaded):
                 return None
+            is_entry = is_later and self._is_entry(key, findings)
+            if is_entry and loaded:
+                findings.generators = generators_agree(next(iter(loaded.values())))
             pairs = {rank: pair for rank, pair in loaded.items() if self._filter(pair, rank, key)}
             for rank, pair in loaded.items():
                 if not any(
@@ -91,10 +95,26 @@ class OriginSearch:
                 with_origins += bool(origins)
             else:
                 origins, propagated = [], sum(len(pair.parted()) for pair in pairs.values())
+                if is_entry:
+                    origins, shown = find_entering_origins(
+                        pairs,
+                        {origin.phase for origin in findings.origins},
+                        key[0],
+                        self.naming,
+                        world_size=findings.world_size,
+                        is_fresh=findings.origins[0].cause is Cause.INITIAL_STATE,
+                    )
+                    findings.origins.extend(origins)
+                    propagated -= shown
             findings.propagated += propagated
             if is_later and not origins:
                 findings.later_steps.append(key)
         return findings
+
+    def _is_entry(self, key: StepKey, findings: Findings) -> bool:
+        """Whether it is the first step after initial snapshots that differ."""
+        last = findings.origins[-1]
+        return last.cause in STARTS and key == (last.step + 1, False)
 
     def _schedule(self) -> dict[StepKey, list[int]]:
         """Differing steps in order, and the ranks in which each differs."""

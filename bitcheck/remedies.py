@@ -7,6 +7,7 @@ so those for an op come before those for a phase, and those before the ones for 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bitcheck.answer import Cause, Origin
@@ -119,8 +120,7 @@ REMEDIES: tuple[Remedy, ...] = (
     Remedy(
         _only(Cause.INITIAL_STATE),
         "Seed before the model is built (torch.manual_seed, and python's and numpy's generators where they are used), "
-        "build on one device and in one order, and load the same weights. If one of the runs was resumed from a "
-        "checkpoint, record it with --start-step N: then it is compared with the other's state at that step.",
+        "build on one device and in one order, and load the same weights.",
     ),
     Remedy(
         _only(Cause.COLLECTIVE),
@@ -158,7 +158,45 @@ REMEDIES: tuple[Remedy, ...] = (
 )
 
 
-def restore_advice(origins: list[Origin]) -> str:
+UNWRITTEN = (
+    "memory that was never written (torch.empty in a buffer or a parameter, filled late or not at all), which no seed "
+    "changes: `bitcheck scan --poison -- CMD` names what computes from it"
+)
+_RESUMED = (
+    "If one of the runs was resumed from a checkpoint, record it with --start-step N: then it is compared with the "
+    "other's state at that step."
+)
+
+
+def start_advice(origins: Sequence[Origin], generators: Mapping[str, bool]) -> str:
+    """Return what to do about fresh runs that start from different states.
+
+    `generators`: of those that were read in the first step, whether both runs had the same state. Where PyTorch's
+    own have, seeds are not what differs, but for a seed set after the model was built.
+    """
+    of_torch = [agrees for name, agrees in generators.items() if name.startswith("torch.")]
+    others = sorted(name for name, agrees in generators.items() if not agrees)
+    if of_torch and all(of_torch):
+        drawn = f" or from {' or '.join(others)} (whose states differ: seed those too)" if others else ""
+        advice = (
+            "PyTorch's generators have the same states in both runs, so its seeds are most likely the same and do not "
+            "help. Look for other weights loaded, another order of building, values drawn before the seed was set"
+            f"{drawn}, and for {UNWRITTEN}."
+        )
+    else:
+        table = next(remedy.advice for remedy in REMEDIES if Cause.INITIAL_STATE in remedy.causes)
+        advice = f"{table} Where only single tensors differ, look for {UNWRITTEN}."
+    entering = []
+    for origin in origins:
+        if origin.cause is Cause.HYPERPARAMETER:
+            entering.append(f"the same {origin.tensor}")
+        elif origin.cause is Cause.DATA:
+            entering.append("the same batches in the same order")
+    also = f" Give both runs {' and '.join(dict.fromkeys(entering))}." if entering else ""
+    return f"{advice}{also} {_RESUMED}"
+
+
+def restore_advice(origins: Sequence[Origin]) -> str:
     """Return which entries a checkpoint lacks, for tensors that were not restored as they were."""
     phases = {origin.phase for origin in origins}
     keys = []
@@ -172,6 +210,13 @@ def restore_advice(origins: list[Origin]) -> str:
         keys.append(
             "the tracked extra state (" + ", ".join(sorted({o.tensor for o in origins if o.phase == "extra"})[:5]) + ")"
         )
+    if "scalar" in phases:
+        keys.append("the scheduler (lr_scheduler.state_dict()) and whatever counts its steps, after the optimizer")
+    if "rng" in phases:
+        names = sorted({origin.tensor.partition(":")[0] for origin in origins if origin.phase == "rng"})
+        keys.append(f"the state of the generators ({', '.join(names)})")
+    if "batch" in phases:
+        keys.append("the sampler's generator and position")
     return f"Save in the checkpoint, and load before the first step: {'; '.join(keys)}."
 
 
@@ -193,16 +238,26 @@ REBUILT_BUCKETS = (
 )
 
 
-def find_remedy(cause: Cause, origins: list[Origin], level: Level, *, is_rebuild: bool = False) -> str:
+def find_remedy(
+    cause: Cause,
+    origins: Sequence[Origin],
+    level: Level,
+    *,
+    is_rebuild: bool = False,
+    generators: Mapping[str, bool] | None = None,
+) -> str:
     """Return what to do about a divergence, in sentences.
 
     `is_rebuild`: it is where DistributedDataParallel, restarted, has not rebuilt its buckets yet.
+    `generators`: as `start_advice` takes them.
     """
     first = origins[0] if origins else None
     if is_rebuild:
         return REBUILT_BUCKETS
     if cause is Cause.RESTORE:
         return restore_advice(origins)
+    if cause is Cause.INITIAL_STATE:
+        return start_advice(origins, generators or {})
     if first is not None and first.remarks:
         return READ_ADVICE
     advice = next((remedy.advice for remedy in REMEDIES if remedy.fits(cause, first)), "")

@@ -225,6 +225,54 @@ def test_fresh_runs_that_start_from_different_states_say_so() -> None:
     assert len(answer.origins) == 2
 
 
+LOST_OPTIMIZER = [f"optim/blocks.{block}.weight:momentum_buffer" for block in range(NUM_BLOCKS)]
+GENERATOR, BATCH = (0, 3, "rng/torch.cpu:state"), (0, 3, "batch/Model:in.0")
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "causes", "advice"),
+    [
+        ({}, [], "optimizer.state_dict()"),
+        ({"lr": {3: 0.2}}, ["hyperparameter"], "lr_scheduler.state_dict()"),
+        ({"faults": [GENERATOR]}, ["rng"], "generators (torch.cpu)"),
+        ({"faults": [BATCH]}, ["data"], "sampler's generator"),
+        ({"seeds": {"python": 1}}, [], "optimizer.state_dict()"),
+        ({"faults": [GENERATOR, BATCH], "lr": {3: 0.2}}, ["rng", "hyperparameter"], "lr_scheduler"),
+        ({"faults": [(0, 3, "forward/blocks.1:out")]}, ["forward"], "optimizer.state_dict()"),
+        ({"faults": [(0, 4, "forward/blocks.1:out")]}, [], "optimizer.state_dict()"),
+    ],
+)
+def test_a_forgotten_optimizer_hides_nothing_else_that_was_forgotten(
+    forgotten: dict[str, Any], causes: list[str], advice: str
+) -> None:
+    start: dict[str, Any] = {"start_step": 3, "num_steps": 3, "explicit_start": True}
+    answer = diff_runs(make_run(num_steps=6), make_run(**start, lost=LOST_OPTIMIZER, **forgotten))
+    assert [str(origin.cause) for origin in answer.origins] == ["restore"] * NUM_BLOCKS + causes
+    assert {origin.step for origin in answer.origins[NUM_BLOCKS:]} <= {3}
+    assert answer.cause == "restore" and advice in answer.remedy
+    assert ("does not follow from that" in answer.explanation) == bool(causes)
+
+
+def test_what_follows_from_parameters_that_were_not_restored_is_no_origin() -> None:
+    site = "param/blocks.1.weight:value"
+    resumed = make_run(start_step=3, num_steps=3, explicit_start=True, faults=[(0, 2, site)], data_seed=0)
+    slower = make_run(start_step=3, num_steps=3, explicit_start=True, faults=[(0, 2, site)], lr={3: 0.2})
+    assert [origin.site for origin in diff_runs(make_run(num_steps=6), resumed).origins] == [site]
+    sites = [origin.site for origin in diff_runs(make_run(num_steps=6), slower).origins]
+    assert sites == [site, "scalar/SGD.0:lr"]
+
+
+def test_seeds_are_not_advised_where_the_generators_agree() -> None:
+    buffer = [(0, -1, "buffer/blocks.0.mean:value")]
+    alike, unlike = compare(faults=buffer), compare(faults=buffer, seeds={"torch.cpu": 1})
+    assert alike.cause == unlike.cause == "initial-state"
+    assert "Seed before" not in alike.remedy and "torch.empty" in alike.remedy and "--poison" in alike.remedy
+    assert "find python and torch.cpu in the same state" in alike.explanation
+    assert "Seed before" in unlike.remedy
+    assert "torch.cpu in another state" in unlike.explanation
+    assert len(unlike.origins) == 1  # one seed: the generator's state is no second origin
+
+
 def test_a_number_that_disagrees_with_the_restored_state_is_remarked() -> None:
     resumed = make_run(start_step=3, num_steps=3, explicit_start=True)
     shifted = replace(resumed, info={"start_step": 4, "digest_version": 1})
