@@ -91,7 +91,8 @@ def describe_step_origins(
         ranks = blame.ranks if len(blame.ranks) > 1 else []
         group = pair.group(blame.shown.position)
         is_read = is_operation(group) and not is_result(pair.site(blame.shown.position), group)
-        if is_read and cause in _COMPUTED:
+        was_written = cause is Cause.DATA and bool(pair.inputs(blame.shown.position))
+        if is_read and (cause in _COMPUTED or was_written):
             origin = replace(origin, remarks=(READ_DIFFERENT,))
         origins.append(replace(origin, also=tuple(also), ranks=tuple(ranks), order=blame.order))
     return origins

@@ -214,11 +214,16 @@ def _data(first: Origin, where: str, findings: Findings) -> list[str]:
         values = ""
         if first.baseline_value is not None:
             values = f" ({first.baseline_value} in the baseline, {first.candidate_value} in the candidate)"
-        return [
-            f"The program gave the operation {first.op} another argument in {where}: {_tensor(first)}{values}. All "
-            "that was recorded before it agrees, so it comes from outside: data, or a choice made in Python.",
-            *_also(first),
+        sentences = [
+            f"The program gave the operation {first.op} another argument in {where}: {_tensor(first)}{values}."
         ]
+        if not first.remarks:  # they say where it comes from
+            memory = "" if first.site.partition("#")[0].endswith(".scalars") else "memory that was never written, "
+            sentences.append(
+                "All that was recorded before it agrees, so it comes from outside: data, "
+                f"{memory}or a choice made in Python."
+            )
+        return [*sentences, *_also(first)]
     return [
         f"The batch of {where} differs: {_tensor(first)}, while the state before it is equal in both runs.",
         *([f"So {_do(len(first.also))} {_listed(list(first.also))}."] if first.also else []),

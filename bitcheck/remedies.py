@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from bitcheck.answer import Cause, Origin
 from bitcheck.events import Level
+from bitcheck.roles import LOCAL_GRADIENT_SLOTS
 
 COMPUTED = frozenset({Cause.FORWARD, Cause.BACKWARD, Cause.COMPUTE, Cause.OPTIMIZER})
 
@@ -51,6 +52,7 @@ def _only(*causes: Cause) -> frozenset[Cause]:
 DETERMINISTIC = (
     "Call torch.use_deterministic_algorithms(True) before training (on CUDA also set CUBLAS_WORKSPACE_CONFIG=:4096:8)"
 )
+POISON = "`bitcheck scan --poison -- CMD` names what computes from it"
 
 REMEDIES: tuple[Remedy, ...] = (
     Remedy(
@@ -94,14 +96,14 @@ REMEDIES: tuple[Remedy, ...] = (
     Remedy(
         _only(Cause.FORWARD),
         "Look at what writes the buffer in forward: an order-dependent reduction, a random draw, uninitialised "
-        "memory, or another formula with equal values and other bits.",
+        f"memory ({POISON}), or another formula with equal values and other bits.",
         phase="buffer",
     ),
     Remedy(
         _only(Cause.FORWARD),
         "Compare the targets and whatever else enters the loss by hand, or record at --level op, which sees them; "
-        "then look for uninitialised memory (torch.empty), unseeded draws and unordered reductions in the forward "
-        "pass.",
+        f"then look for uninitialised memory (torch.empty; {POISON}), unseeded draws and unordered reductions in the "
+        "forward pass.",
         phase="loss",
     ),
     Remedy(
@@ -109,7 +111,8 @@ REMEDIES: tuple[Remedy, ...] = (
         "Make the order and the content of the batches a function of the seed and the step alone: sort file lists "
         "(os.listdir, set and glob have no fixed order; PYTHONHASHSEED changes a set's), seed the sampler's "
         "generator and the workers (generator=, worker_init_fn=), and save the sampler's generator and position in "
-        "the checkpoint.",
+        "the checkpoint. A tensor that the program makes itself, and does not read, may hold memory that was never "
+        f"written (torch.empty), which looks the same: {POISON}.",
     ),
     Remedy(
         _only(Cause.RNG),
@@ -144,11 +147,13 @@ REMEDIES: tuple[Remedy, ...] = (
         "None and zero are not the same to an optimizer: use zero_grad(set_to_none=...) alike in both runs, and make "
         "the same parameters take part.",
         phase="grad",
+        site=rf":(?:{'|'.join(map(re.escape, sorted(LOCAL_GRADIENT_SLOTS)))})(?:[#@]|$)",
     ),
     Remedy(
         _only(Cause.STRUCTURE),
-        "Find the branch that makes only one run do this (a condition on time, rank, a file or a random number), and "
-        "make it depend on the step alone.",
+        "The program is not the same in both runs: compare their code, commands and configurations (clipping, say, "
+        "that only one of them does), or find the branch that makes only one run do this (a condition on time, rank, "
+        "a file or a random number), and make it depend on the step alone.",
     ),
     Remedy(
         _only(Cause.ENDED_EARLY),
@@ -160,7 +165,7 @@ REMEDIES: tuple[Remedy, ...] = (
 
 UNWRITTEN = (
     "memory that was never written (torch.empty in a buffer or a parameter, filled late or not at all), which no seed "
-    "changes: `bitcheck scan --poison -- CMD` names what computes from it"
+    f"changes: {POISON}"
 )
 _RESUMED = (
     "If one of the runs was resumed from a checkpoint, record it with --start-step N: then it is compared with the "
@@ -226,10 +231,12 @@ FINER = {
 }
 
 
+_WRITES = re.compile(r"\.written(?:[#@]|$)")
+"""Sites of what an operation was given to write into."""
 READ_ADVICE = (
-    "The operation is not at fault, what it was given is: look in this module's code for an order that is drawn or "
-    "depends on a set or on time, for memory that is read before it is written (torch.empty), for hooks on tensors "
-    "(register_hook), and for kernels that PyTorch does not dispatch."
+    "The operation is not at fault, what it was given is: look in the code around it for an order that is drawn or "
+    f"depends on a set or on time, for memory that is read before it is written (torch.empty; {POISON}), for hooks on "
+    "tensors (register_hook), and for kernels that PyTorch does not dispatch."
 )
 REBUILT_BUCKETS = (
     "Where DistributedDataParallel reduces: in both runs, either build it with find_unused_parameters=True, which "
@@ -266,9 +273,12 @@ def find_remedy(
     if cause in (Cause.FORWARD, Cause.BACKWARD) and not advice:
         hooks = ", hooks that change a gradient (register_hook)" if cause is Cause.BACKWARD else ""
         advice = (
-            f"{DETERMINISTIC}; look in this module for unordered reductions, uninitialised memory (torch.empty){hooks} "
-            "and draws from generators that no seed reaches."
+            f"{DETERMINISTIC}; look in this module for unordered reductions, uninitialised memory (torch.empty; "
+            f"{POISON}){hooks} and draws from generators that no seed reaches."
         )
+    if cause in (Cause.FORWARD, Cause.BACKWARD) and first is not None and _WRITES.search(first.site):
+        if POISON not in advice:
+            advice = f"{advice} What it leaves as it was may be memory that was never written (torch.empty): {POISON}."
     finer = FINER.get(level)
     if cause in COMPUTED and finer and finer.split(" to ")[0] not in advice and "--level" not in advice:
         advice = f"{advice} {finer}"

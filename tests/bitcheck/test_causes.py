@@ -131,8 +131,34 @@ def test_what_a_checkpoint_lacks_is_named(phase: str, words: str) -> None:
 
 
 def test_a_gradient_that_is_none_is_not_a_branch() -> None:
-    assert "zero_grad" in find_remedy(Cause.STRUCTURE, [origin(Cause.STRUCTURE, phase="grad")], Level.STATE)
+    for slot in ("grad", "grad.values", "grad#1"):
+        missing = replace(origin(Cause.STRUCTURE, phase="grad"), site=f"grad/blocks.1.weight:{slot}")
+        assert "zero_grad" in find_remedy(Cause.STRUCTURE, [missing], Level.STATE)
     assert "zero_grad" not in find_remedy(Cause.STRUCTURE, [origin(Cause.STRUCTURE)], Level.STATE)
+
+
+def test_an_operation_on_gradients_that_only_one_run_has_is_another_program() -> None:
+    clips = replace(origin(Cause.STRUCTURE, phase="grad"), site="grad/program:aten._foreach_norm.Scalar.self.0")
+    advice = find_remedy(Cause.STRUCTURE, [clips], Level.OP)
+    assert "The program is not the same in both runs" in advice and "clipping" in advice
+    assert "zero_grad" not in advice
+
+
+def test_data_that_recorded_operations_wrote_is_remarked_and_data_from_outside_is_not() -> None:
+    read, op = "forward/program:aten.mul.Tensor.self", "aten.mul.Tensor"
+    written = origins_of(operation(read, where="program", op=op, sources=("forward/mix:out",)))[0]
+    outside = origins_of(operation(read, where="program", op=op))[0]
+    assert written.cause == outside.cause == Cause.DATA
+    assert written.remarks and not outside.remarks
+    assert "The operation is not at fault" in find_remedy(Cause.DATA, [written], Level.OP)
+    assert "order and the content of the batches" in find_remedy(Cause.DATA, [outside], Level.OP)
+
+
+@pytest.mark.parametrize("cause", [Cause.DATA, Cause.FORWARD, Cause.BACKWARD, Cause.INITIAL_STATE])
+def test_where_memory_may_be_unwritten_the_check_for_it_is_named(cause: Cause) -> None:
+    advice = find_remedy(cause, [origin(cause)], Level.OP)
+    assert "torch.empty" in advice and "`bitcheck scan --poison -- CMD`" in advice
+    assert "--poison" not in find_remedy(Cause.HYPERPARAMETER, [origin(Cause.HYPERPARAMETER)], Level.OP)
 
 
 def test_no_entry_of_the_table_is_hidden_by_those_before_it() -> None:
@@ -140,10 +166,11 @@ def test_no_entry_of_the_table_is_hidden_by_those_before_it() -> None:
     ops = ["Dropout", "IndexBackward0", "FlashAttnFuncBackward", "ConvolutionBackward0", "AddmmBackward0", None]
     phases = [str(phase) for phase in Phase]
     given = {
-        find_remedy(cause, [origin(cause, phase=phase, op=op)], Level.OP)
+        find_remedy(cause, [replace(origin(cause, phase=phase, op=op), site=f"{phase}/blocks.1:{slot}")], Level.OP)
         for cause in Cause
         for op in ops
         for phase in phases
+        for slot in ("out", "grad")
     }
     for remedy in REMEDIES:
         assert any(text.startswith(remedy.advice) for text in given), remedy.advice

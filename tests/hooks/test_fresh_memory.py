@@ -109,9 +109,12 @@ def test_what_is_written_over_is_not_read(use: Use) -> None:
     ],
 )
 def test_what_reads_it_or_passes_it_on_is_named(use: Use, op: str) -> None:
-    first = compare(use).first
-    assert first is not None
-    assert op in str(first.site)
+    answer = compare(use)
+    assert answer.first is not None
+    assert op in str(answer.first.site)
+    if answer.cause == "data":
+        assert "never written" in answer.explanation
+    assert "torch.empty" in answer.remedy and "`bitcheck scan --poison -- CMD`" in answer.remedy
 
 
 RECURRENT = """
