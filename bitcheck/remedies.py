@@ -276,9 +276,9 @@ def find_remedy(
             f"{DETERMINISTIC}; look in this module for unordered reductions, uninitialised memory (torch.empty; "
             f"{POISON}){hooks} and draws from generators that no seed reaches."
         )
-    if cause in (Cause.FORWARD, Cause.BACKWARD) and first is not None and _WRITES.search(first.site):
-        if POISON not in advice:
-            advice = f"{advice} What it leaves as it was may be memory that was never written (torch.empty): {POISON}."
+    writes = first is not None and _WRITES.search(first.site) is not None
+    if cause in (Cause.FORWARD, Cause.BACKWARD) and writes and POISON not in advice:
+        advice = f"{advice} What it leaves as it was may be memory that was never written (torch.empty): {POISON}."
     finer = FINER.get(level)
     if cause in COMPUTED and finer and finer.split(" to ")[0] not in advice and "--level" not in advice:
         advice = f"{advice} {finer}"
