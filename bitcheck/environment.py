@@ -10,8 +10,8 @@
 Flat, text to text, so that two of them are compared key by key; a key that is missing on one side
 means "not set" or "not there". It holds what can change bits and nothing that differs between two good
 runs by nature: no host name, process number, time, port or job number. Of the environment variables
-only those of numerical and communication libraries are read, none whose name speaks of a secret, and
-no paths.
+only those of numerical and communication libraries and of allocators are read, none whose name speaks
+of a secret, and no paths.
 
 Reading it changes nothing: no device is initialised, no module imported, no warning filter touched.
 What belongs to PyTorch is read where the program has imported it, so it is read at the first step,
@@ -47,10 +47,14 @@ VARIABLE_PREFIXES = (
     "HIP_",
     "HIPBLASLT_",
     "HSA_",
+    "JEMALLOC_",
     "KMP_",
+    "MALLOC_",
+    "MIMALLOC_",
     "MIOPEN_",
     "MKL_",
     "NCCL_",
+    "NPY_",
     "NUMEXPR_",
     "NVIDIA_",
     "NVTE_",
@@ -60,6 +64,8 @@ VARIABLE_PREFIXES = (
     "PYTORCH_",
     "RCCL_",
     "ROCBLAS_",
+    "TCMALLOC_",
+    "TORCHDYNAMO_",
     "TORCHINDUCTOR_",
     "TORCH_",
     "TRITON_",
@@ -67,8 +73,9 @@ VARIABLE_PREFIXES = (
     "VECLIB_",
     "XFORMERS_",
 )
-"""Variables of the libraries that compute and communicate."""
-VARIABLES = frozenset({"LD_PRELOAD", "PYTHONHASHSEED", "PYTHONOPTIMIZE", "GLIBC_TUNABLES", "MALLOC_ARENA_MAX"})
+"""Variables of the libraries that compute and communicate, and of those that hand out memory: its alignment decides how
+sums are split, and what nobody wrote yet is in what they left."""
+VARIABLES = frozenset({"GLIBC_TUNABLES", "LD_PRELOAD", "PYTHONHASHSEED", "PYTHONMALLOC", "PYTHONOPTIMIZE"})
 """Variables of no such family."""
 
 _NEVER = re.compile(
@@ -133,15 +140,19 @@ def fingerprint(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     torch = sys.modules.get("torch")
     if torch is not None:
         found.update(_torch(torch))
-    found.update(_variables(os.environ if variables is None else variables))
+    told = telling_variables(os.environ if variables is None else variables)
+    found.update((f"env.{name}", value) for name, value in told.items())
     found.update(_declared)
     return dict(sorted(found.items()))
 
 
-def _variables(variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    for name, value in variables.items():
-        if (name in VARIABLES or name.startswith(VARIABLE_PREFIXES)) and not _NEVER.search(name):
-            yield f"env.{name}", value
+def telling_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return those environment variables that can change bits and may be written down."""
+    return {
+        name: value
+        for name, value in variables.items()
+        if (name in VARIABLES or name.startswith(VARIABLE_PREFIXES)) and not _NEVER.search(name)
+    }
 
 
 def _system() -> Iterator[tuple[str, str]]:

@@ -30,6 +30,7 @@ from types import FrameType
 from typing import IO, Any, NamedTuple
 
 import bitcheck
+from bitcheck.environment import telling_variables
 from bitcheck.errors import BitcheckError, RecordingError
 from bitcheck.ranks import Placement, is_first_of_host, launched_as
 from bitcheck.settings import VARIABLE, Options, Settings
@@ -251,6 +252,7 @@ def record_program(
     if is_first:
         run_id = secrets.token_hex(8)
         info = _run_info(command, run_id, options, placement)
+        info["variables"] = telling_variables(os.environ if variables is None else variables)
         if cwd is not None:
             info["cwd"] = os.path.abspath(cwd)
         create_run(folder, info, overwrite=overwrite)

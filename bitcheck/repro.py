@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,12 +71,14 @@ def write_repro(data: Path, folder: Path) -> Path:
     return folder / SCRIPT
 
 
-def run_repro(script: Path, executions: int) -> Confirmation:
+def run_repro(script: Path, executions: int, given: Mapping[str, str | None] | None = None) -> Confirmation:
     """Execute the script's operation `executions` times under load, in a process of its own.
 
-    Raises ProgramFailed where the script ends badly.
+    `given`: variables to put over this process's environment, None to take one away. Raises
+    ProgramFailed where the script ends badly.
     """
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    changed = {**os.environ, **(given or {}), "PYTHONPATH": None}
+    variables = {name: value for name, value in changed.items() if value is not None}
     found = subprocess.run(
         [sys.executable, str(script), "--json", "-k", str(executions)],
         capture_output=True,

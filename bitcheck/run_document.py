@@ -23,6 +23,8 @@
       "started": "2026-01-31T12:00:00Z",
       "status": "complete",                     or "recording", "failed", "killed"
       "steps": null,                            or "A:B"
+      "variables": {"OMP_NUM_THREADS": "1"},    that the command was started with, of those of `environment`; not in
+                                                a run of the context manager, nor in one of an early bitcheck
       "world_size": 2,
       "writer": {"host": "node-17", "pid": 4242, "pid_started": 183482}
     }
@@ -132,6 +134,9 @@ def find_problem(document: dict[str, Any]) -> str | None:
         return f"has an unknown status: {document['status'][:60]!r}"
     if not all(isinstance(value, str) for value in document["environment"].values()):
         return "has an environment that is not text"
+    variables = document.get("variables", {})
+    if not isinstance(variables, dict) or not all(isinstance(value, str) for value in variables.values()):
+        return "has variables that are not text"
     if not all(isinstance(word, str) for word in [*document["command"], *document["notes"]]):
         return "has a command or notes that are not text"
     try:

@@ -4,16 +4,18 @@
     answer.diff.first.op, answer.pairs
     ('aten.index_put_.default', 3)            the third pair diverged
 
-Both commands run again as run.json has them, in their folder, with the variables of numerical
-libraries that the runs do not share set as they were; what else the programs read from their
-environment must be as it was. A program is stopped once it is past the steps that are looked at.
-A pair that parts before those steps is no answer: the next one is recorded from its first step on.
+Both commands run again as run.json has them, in their folder, with the variables that can decide bits
+(`bitcheck.environment`) as they were, set or not; what else the programs read from their environment
+must be as it was. Which devices are visible is left to this process, unless the runs differ in it. A
+program is stopped once it is past the steps that are looked at. A pair that parts before those steps
+is no answer: the next one is recorded from its first step on.
 
-Place in the flow: diff, trials -> *zoom* -> report.
+Place in the flow: diff, trials, zoom_answer -> *zoom* -> report.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -22,18 +24,32 @@ from pathlib import Path
 from typing import Any
 
 from bitcheck.align import align_runs
-from bitcheck.answer import Answer, Cause, Origin, Verdict
+from bitcheck.answer import Answer, Cause, Verdict
 from bitcheck.diff import diff_runs
+from bitcheck.environment import telling_variables
 from bitcheck.errors import RecordingError, UsageError
 from bitcheck.follow import Follower
-from bitcheck.repro import Confirmation, run_repro, write_repro
+from bitcheck.repro import run_repro, write_repro
 from bitcheck.run import Run, open_run
 from bitcheck.settings import Options
-from bitcheck.statistics import percent, rate_bound
 from bitcheck.trials import Runner, Trial, check_ending, run_trial
+from bitcheck.zoom_answer import (
+    Confirmed,
+    Side,
+    ZoomAnswer,
+    all_agreed,
+    environment_changes,
+    is_operation_result,
+    no_operation,
+    none_diverged,
+    not_saved,
+    nothing_to_record,
+)
 
 _VARIABLE = "env."
 _STEP = "{step}"
+_DEVICES = "_VISIBLE_DEVICES"
+"""How variables end that say which devices a program may use: another allocation gives it others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,68 +75,6 @@ class ZoomPlan:
     """Note the Python line of each operation."""
 
 
-@dataclass(frozen=True, slots=True)
-class ZoomAnswer:
-    """What was found."""
-
-    recorded: Answer
-    """The diff of the two runs that were given."""
-    diff: Answer
-    """The diff of the last pair recorded at level `op`; `recorded` where there was nothing to look at closer."""
-    pairs: int
-    """Pairs that were recorded."""
-    steps: str
-    """`A:B`, the steps recorded at level `op` in the last pair, in the baseline's numbers."""
-    runs: tuple[Path, Path] | None
-    """The last pair."""
-    sides: tuple[Side, Side] | None = None
-    """The programs, as they were run."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the answer as JSON data: bitcheck.diff/1, and `zoom` beside it."""
-        first = self.recorded.first
-        return self.diff.to_json() | {
-            "zoom": {
-                "parted_in": None if first is None else first.step,
-                "pairs": self.pairs,
-                "steps": self.steps,
-                "runs": None if self.runs is None else [str(path) for path in self.runs],
-            }
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Confirmed:
-    """What became of the wish to confirm an origin."""
-
-    script: Path | None
-    confirmation: Confirmation | None
-    obstacle: str
-    """Why there is no script, "" where there is one."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON data."""
-        return {
-            "script": None if self.script is None else str(self.script),
-            "confirmation": None if self.confirmation is None else self.confirmation.to_json(),
-            "obstacle": self.obstacle,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One of the two programs, as it is run again."""
-
-    name: str
-    """`baseline` or `candidate`."""
-    command: tuple[str, ...]
-    cwd: Path | None
-    start_step: int
-    """Number of its first step, as in the baseline."""
-    variables: Mapping[str, str | None]
-    leaves: str | int
-
-
 def zoom(plan: ZoomPlan, runner: Runner = run_trial) -> ZoomAnswer:
     """Find the step in which two runs part, record it again at level `op`, and say what parts in it.
 
@@ -130,7 +84,7 @@ def zoom(plan: ZoomPlan, runner: Runner = run_trial) -> ZoomAnswer:
     with open_run(plan.baseline) as baseline, open_run(plan.candidate) as candidate:
         recorded = diff_runs(baseline, candidate)
         if recorded.first is None or recorded.cause in (Cause.INITIAL_STATE, Cause.RESTORE):
-            return ZoomAnswer(recorded, _nothing_to_record(recorded), 0, "", None)
+            return ZoomAnswer(recorded, nothing_to_record(recorded), 0, "", None)
         offset = align_runs(baseline, candidate).offset
         sides = (
             _side("baseline", baseline, candidate, 0, plan.baseline_variables),
@@ -150,6 +104,11 @@ def zoom(plan: ZoomPlan, runner: Runner = run_trial) -> ZoomAnswer:
         ]
         with open_run(runs[0]) as ours, open_run(runs[1]) as theirs:
             answer = _without_stops(diff_runs(ours, theirs), was_stopped)
+            changes = (
+                *environment_changes(sides[0], ours.environment),
+                *environment_changes(sides[1], theirs.environment),
+            )
+            answer = replace(answer, notes=(*answer.notes, *changes))
         if answer.verdict is Verdict.INCOMPARABLE:
             return ZoomAnswer(recorded, answer, number, steps, runs, sides)
         if answer.cause is None or answer.first is None:
@@ -159,7 +118,7 @@ def zoom(plan: ZoomPlan, runner: Runner = run_trial) -> ZoomAnswer:
             continue
         return ZoomAnswer(recorded, answer, number, steps, runs, sides)
     if answer.cause is None or answer.first is None:
-        answer = _none_diverged(answer, recorded, plan.tries)
+        answer = none_diverged(answer, recorded, plan.tries, steps)
     return ZoomAnswer(recorded, answer, plan.tries, steps, runs, sides)
 
 
@@ -170,20 +129,19 @@ def confirm(plan: ZoomPlan, answer: ZoomAnswer, executions: int, folder: Path, r
     """
     origin = answer.diff.first
     if answer.sides is None or origin is None or not is_operation_result(origin):
-        return Confirmed(
-            None, None, "Only what an operation gave can be confirmed, and the first origin is no such thing."
-        )
+        return Confirmed(None, None, no_operation(answer.diff))
     data = plan.scratch / "inputs.pt"
     spec = {"step": origin.step, "rank": origin.rank, "site": origin.site, "file": str(data.absolute())}
     steps = f"{origin.step}:{origin.step + 1}"
-    _record(
-        answer.sides[0], plan.scratch / "capture", steps, origin.step, "the run for the inputs", runner, capture=spec
-    )
+    side, run = answer.sides[0], plan.scratch / "capture"
+    _record(side, run, steps, origin.step, "the run for the inputs", runner, capture=spec)
     if not data.exists():
-        why = "It did not come up, or its inputs cannot be saved"
-        return Confirmed(None, None, f"The inputs of {origin.op} in {origin.site} were not saved. {why}.")
+        return Confirmed(None, None, not_saved(origin, run.with_suffix(".log")))
     script = write_repro(data, folder)
-    return Confirmed(script, run_repro(script, executions) if executions else None, "")
+    if not executions:
+        return Confirmed(script, None, "")
+    confirmation = run_repro(script, executions, side.variables)
+    return Confirmed(script, confirmation, "", "" if confirmation.differing else all_agreed(answer, confirmation))
 
 
 def _side(name: str, run: Run, other: Run, offset: int, given: Mapping[str, str]) -> Side:
@@ -196,16 +154,34 @@ def _side(name: str, run: Run, other: Run, offset: int, given: Mapping[str, str]
     command = info.get("command")
     if not command:
         raise UsageError(f"{run.path}: run.json has no command, so the run cannot be repeated.")
-    variables: dict[str, str | None] = {}
-    for key in run.environment.keys() | other.environment.keys():
-        mine, theirs = run.environment.get(key), other.environment.get(key)
-        if key.startswith(_VARIABLE) and mine != theirs:
-            variables[key.removeprefix(_VARIABLE)] = mine
+    variables = _variables_of(run, other)
     cwd = Path(info["cwd"]) if info.get("cwd") else None
     if cwd is not None and not cwd.is_dir():
         raise UsageError(f"{run.path} was recorded in {cwd}, which is no folder here; run zoom where it is.")
     start = (info.get("start_step") or 0) + offset
-    return Side(name, tuple(command), cwd, start, variables | dict(given), info.get("leaves", 2**20))
+    return Side(
+        name, tuple(command), cwd, start, variables | dict(given), info.get("leaves", 2**20), dict(run.environment)
+    )
+
+
+def _variables_of(run: Run, other: Run) -> dict[str, str | None]:
+    """Return what to put over this process's environment so that a program finds it as it was recorded.
+
+    A run of an early bitcheck does not say what it was started with, only what the program saw at its
+    first step, its own settings included: of that the variables in which the runs differ are taken.
+    """
+    variables: dict[str, str | None] = {}
+    started, others = run.info.get("variables"), other.info.get("variables")
+    if started is None or others is None:
+        for key in run.environment.keys() | other.environment.keys():
+            mine = run.environment.get(key)
+            if key.startswith(_VARIABLE) and mine != other.environment.get(key):
+                variables[key.removeprefix(_VARIABLE)] = mine
+        return variables
+    for name in started.keys() | others.keys() | telling_variables(os.environ).keys():
+        if not name.endswith(_DEVICES) or started.get(name) != others.get(name):
+            variables[name] = started.get(name)
+    return variables
 
 
 def _resumed(side: Side, plan: ZoomPlan, first: int) -> Side:
@@ -275,47 +251,9 @@ def _record(
     return ending.was_stopped
 
 
-def is_operation_result(origin: Origin) -> bool:
-    """Whether an origin is what a dispatched operation gave or wrote: its inputs say all about it."""
-    name = (origin.op or "").partition(" in ")[0]
-    slot = origin.site.rpartition(":")[2].partition("#")[0].partition("@")[0]
-    return (
-        origin.missing_in is None
-        and name.count(".") >= 2
-        and slot.startswith(name + ".")
-        and (slot.endswith(".written") or re.fullmatch(r"out(\.\d+)*", slot.removeprefix(name + ".")) is not None)
-    )
-
-
 def _without_stops(answer: Answer, was_stopped: Sequence[bool]) -> Answer:
     """Leave out that a run did not finish where it was zoom that stopped it."""
     stopped = [
         f"The {name} did not finish" for name, was in zip(("baseline", "candidate"), was_stopped, strict=True) if was
     ]
     return replace(answer, notes=tuple(note for note in answer.notes if not note.startswith(tuple(stopped))))
-
-
-def _nothing_to_record(answer: Answer) -> Answer:
-    """Say why no step was recorded again."""
-    if answer.verdict is Verdict.INCOMPARABLE:
-        return answer
-    if answer.verdict is Verdict.IDENTICAL:
-        note = "The runs are identical, so there is no step to record again."
-    elif answer.first is None:
-        note = "The runs agree as far as both go, so there is no step to record again."
-    else:
-        note = "The runs part before their first step, so there is no operation to look for."
-    return replace(answer, notes=(*answer.notes, note))
-
-
-def _none_diverged(answer: Answer, recorded: Answer, tries: int) -> Answer:
-    assert recorded.first is not None
-    pairs = "the pair" if tries == 1 else f"all {tries} pairs"
-    return replace(
-        answer,
-        explanation=f"The runs part in step {recorded.first.step} ({recorded.first.site}), but {pairs} recorded again "
-        f"at level op agree: the fault is one of chance, and shows in at most {percent(rate_bound(tries))} of pairs "
-        "(95 % confidence), or what the program reads from outside is no longer as it was.",
-        remedy="Raise --tries, record under the load under which it showed, and see that both programs find the same "
-        "files and variables as when they were recorded.",
-    )

@@ -13,7 +13,7 @@ import click
 from bitcheck.cli.diff import EXIT_STATUS
 
 if TYPE_CHECKING:
-    from bitcheck.zoom import Confirmed, ZoomAnswer
+    from bitcheck.zoom_answer import Confirmed, ZoomAnswer
 
 
 @click.command("zoom")
@@ -102,7 +102,7 @@ def command(
         )
         answer = zoom(plan)
         confirmed = None
-        if (confirm or repro) and answer.diff.first is not None:
+        if confirm or repro:
             confirmed = confirm_origin(plan, answer, confirm or 0, repro or scratch / "repro")
         if as_json:
             from bitcheck.report.json import render_json
@@ -127,10 +127,11 @@ def describe(answer: ZoomAnswer, confirmed: Confirmed | None, keeps_script: bool
         yield f"recorded again: {pairs}, steps {answer.steps}, level op"
     if confirmed is None:
         return
-    if confirmed.confirmation is not None:
+    if confirmed.confirmation is not None and confirmed.confirmation.differing:
         yield f"confirmed: {confirmed.confirmation}"
-        if not confirmed.confirmation.differing:
-            yield confirmed.confirmation.text
+    elif confirmed.confirmation is not None:
+        yield f"not confirmed: {confirmed.confirmation.text}"
+        yield confirmed.advice
     if confirmed.script is not None and keeps_script:
         yield f"script: {confirmed.script}"
     if confirmed.obstacle:

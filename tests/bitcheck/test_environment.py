@@ -100,6 +100,10 @@ def test_what_changes_numbers_is_read_of_the_variables_and_secrets_and_places_ar
         "PYTORCH_CUDA_ALLOC_CONF": "x",
         "NVIDIA_TF32_OVERRIDE": "0",
         "PYTHONHASHSEED": "0",
+        "MALLOC_PERTURB_": "85",
+        "MALLOC_ARENA_MAX": "1",
+        "GLIBC_TUNABLES": "glibc.malloc.perturb=85",
+        "NPY_DISABLE_CPU_FEATURES": "AVX512F",
     }
     left_out = {
         "HOME": "/home/x",
@@ -113,6 +117,7 @@ def test_what_changes_numbers_is_read_of_the_variables_and_secrets_and_places_ar
         "TORCH_HOME": "/scratch/2",
         "CUDA_PATH": "/usr/local/cuda",
         "NCCL_TOPO_FILE": "/etc/topo",
+        "MALLOC_TRACE": "/scratch/3",
         "RANK": "0",
         "PYTHONPATH": "/x",
         "BITCHECK_ATTACH": "{}",

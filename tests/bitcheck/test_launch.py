@@ -113,6 +113,17 @@ def test_the_program_sees_the_path_modules_and_variables_that_it_would_see_bare(
     assert json.loads(ended.stdout) == json.loads(bare.stdout)
 
 
+def test_the_run_says_with_which_variables_the_command_was_started(tmp_path: Path) -> None:
+    """Not with which ones it ended: what a program sets itself it sets again when it runs again."""
+    program = python("import os", "os.environ['MKL_CBWR'] = 'AVX2'", "del os.environ['MALLOC_PERTURB_']")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MKL_", "MALLOC_"))}
+    run_bitcheck(tmp_path / "run", *program, env=kept | {"MALLOC_PERTURB_": "85", "WANDB_API_KEY": "secret"})
+    variables = read_info(tmp_path / "run")["variables"]
+    assert isinstance(variables, dict)
+    assert variables["MALLOC_PERTURB_"] == "85"
+    assert variables.keys().isdisjoint({"MKL_CBWR", "WANDB_API_KEY", "PATH"})
+
+
 def test_the_users_own_sitecustomize_runs_as_if_ours_were_not_there(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.mine = (__file__, __name__, __spec__.origin)\n")
     program = python("import sys, sitecustomize", "print(sys.mine, sitecustomize.__file__)")

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from bitcheck.answer import Cause, EnvironmentDifference, Origin
+from bitcheck.diff import diff_runs
 from bitcheck.errors import ProgramFailed, RecordingError, UsageError
 from bitcheck.events import Level
 from bitcheck.hooks import replay
 from bitcheck.hooks.recorder import Recorder
 from bitcheck.launch import Ending, Watch
-from bitcheck.repro import run_repro
+from bitcheck.repro import Confirmation, run_repro
 from bitcheck.run import create_run, rank_path, update_run
 from bitcheck.settings import Options, parse_steps
 from bitcheck.store import RankWriter
 from bitcheck.trials import Trial
 from bitcheck.zoom import ZoomPlan, confirm, find_checkpoints, zoom
+from bitcheck.zoom_answer import Side, ZoomAnswer, all_agreed, no_operation
+from tests.bitcheck.made_up_runs import make_run
 
 STEPS = 4
 
@@ -60,11 +64,13 @@ class Programs:
     status: int = 0
     ran: list[tuple[str, Options]] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
+    variables: list[Mapping[str, str | None]] = field(default_factory=list)
 
     def __call__(self, trial: Trial, watch: Watch) -> Ending:
         name = trial.command[0]
         before = sum(ran == name for ran, _ in self.ran)
         self.ran.append((name, trial.options))
+        self.variables.append(trial.variables)
         trial.log.parent.mkdir(parents=True, exist_ok=True)
         trial.log.write_text("what it printed\n")
         first = int(trial.command[1]) if len(trial.command) > 1 else 0
@@ -174,6 +180,56 @@ def test_pairs_that_all_agree_say_so_and_bound_the_rate(plan: ZoomPlan) -> None:
     answer = zoom(ZoomPlan(plan.baseline, plan.candidate, plan.scratch, tries=2), Programs(lambda name, before: None))
     assert answer.diff.verdict == "identical" and answer.pairs == 2
     assert "one of chance" in answer.diff.explanation and "step 2" in answer.diff.explanation
+    assert "steps 2:3" in answer.diff.explanation and "hides it" in answer.diff.explanation
+    assert "--tries" in answer.diff.remedy and "`bitcheck scan --poison -- CMD`" in answer.diff.remedy
+
+
+def test_programs_find_the_variables_that_they_were_recorded_with(
+    plan: ZoomPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_DYNAMIC", "true")
+    common = {"MALLOC_PERTURB_": "85", "CUDA_VISIBLE_DEVICES": "3"}
+    update_run(plan.baseline, variables=common | {"MKL_CBWR": "AVX2"})
+    update_run(plan.candidate, variables=common)
+    programs = Programs(always)
+    zoom(plan, programs)
+    for variables, own in zip(programs.variables, ("AVX2", None), strict=True):
+        assert (variables["MALLOC_PERTURB_"], variables["MKL_CBWR"], variables["OMP_DYNAMIC"]) == ("85", own, None)
+        assert "CUDA_VISIBLE_DEVICES" not in variables and "PATH" not in variables
+
+
+def test_devices_in_which_the_runs_differ_are_restored(plan: ZoomPlan) -> None:
+    update_run(plan.baseline, variables={"CUDA_VISIBLE_DEVICES": "0"})
+    update_run(plan.candidate, variables={"CUDA_VISIBLE_DEVICES": "1"})
+    programs = Programs(always)
+    zoom(plan, programs)
+    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in programs.variables] == ["0", "1"]
+
+
+def test_of_runs_that_do_not_say_what_they_were_started_with_the_differences_are_restored(
+    plan: ZoomPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_DYNAMIC", "true")
+    update_run(plan.baseline, environment={"env.MKL_CBWR": "AVX2", "env.OMP_NUM_THREADS": "1"})
+    update_run(plan.candidate, environment={"env.OMP_NUM_THREADS": "1"})
+    programs = Programs(always)
+    zoom(plan, programs)
+    assert programs.variables == [{"MKL_CBWR": "AVX2"}, {"MKL_CBWR": None}]
+
+
+def test_variables_given_to_zoom_win(plan: ZoomPlan) -> None:
+    for run in (plan.baseline, plan.candidate):
+        update_run(run, variables={"MALLOC_PERTURB_": "85"})
+    programs = Programs(always)
+    zoom(replace(plan, candidate_variables={"MALLOC_PERTURB_": "17"}), programs)
+    assert [variables["MALLOC_PERTURB_"] for variables in programs.variables] == ["85", "17"]
+
+
+def test_an_environment_that_is_no_longer_as_it_was_is_noted(plan: ZoomPlan) -> None:
+    update_run(plan.baseline, environment={"torch.version": "1"})
+    answer = zoom(plan, Programs(always))
+    notes = [note for note in answer.diff.notes if "another environment" in note]
+    assert notes == ["The baseline ran again in another environment than it was recorded in: torch.version 1 -> 2."]
 
 
 def test_a_pair_that_parts_before_the_step_is_recorded_again_from_the_start(plan: ZoomPlan) -> None:
@@ -244,7 +300,54 @@ def test_the_line_of_the_operation_is_in_the_answer_with_stacks(plan: ZoomPlan) 
 def test_an_argument_that_differs_cannot_be_confirmed(plan: ZoomPlan, tmp_path: Path) -> None:
     programs = Programs(always)
     confirmed = confirm(plan, zoom(plan, programs), 5, tmp_path / "fault", programs)
-    assert confirmed.script is None and "no such thing" in confirmed.obstacle
+    assert confirmed.script is None and not confirmed.advice
+    assert "what aten.exp.default was given" in confirmed.obstacle
+    assert "`bitcheck scan --poison -- CMD`" in confirmed.obstacle
+
+
+def test_without_an_operation_it_is_said_why_and_what_is_next(plan: ZoomPlan, tmp_path: Path) -> None:
+    programs = Programs(lambda name, before: None)
+    confirmed = confirm(plan, zoom(plan, programs), 5, tmp_path / "fault", programs)
+    assert "No pair recorded again parts" in confirmed.obstacle and "--tries" in confirmed.obstacle
+    assert len(programs.ran) == 2  # no further run for inputs that nobody knows
+
+
+@pytest.mark.parametrize(
+    ("phase", "site", "op", "missing_in", "words"),
+    [
+        ("batch", "batch/Net:in.0", None, None, "is a batch"),
+        ("forward", "forward/program:aten.add.Tensor.self", "aten.add.Tensor", None, "was given"),
+        (
+            "grad",
+            "grad/program:aten.mul_.Tensor.self.written",
+            "aten.mul_.Tensor",
+            "baseline",
+            "missing in the baseline",
+        ),
+        ("forward", "forward/Net:out", "OptimizedModule", None, "not the result of one dispatched operation"),
+    ],
+)
+def test_an_origin_that_is_no_operations_result_is_told_apart(
+    phase: str, site: str, op: str | None, missing_in: str | None, words: str
+) -> None:
+    first = Origin(2, 0, phase, site, None, op, site, "float32", (4,), None, Cause.FORWARD, missing_in=missing_in)
+    with_first = replace(diff_runs(make_run(), make_run()), first=first, cause=first.cause)
+    assert words in no_operation(with_first) and "Next: " in no_operation(with_first)
+
+
+def test_executions_that_all_agree_say_what_was_tried_and_what_is_next() -> None:
+    first = Origin(
+        2, 0, "forward", "x:aten.mm.default.out", None, "aten.mm.default", "x", "float32", (4,), None, Cause.FORWARD
+    )
+    alike = replace(diff_runs(make_run(), make_run()), first=first, cause=first.cause)
+    unlike = replace(alike, environment=(EnvironmentDifference("env.OMP_NUM_THREADS", "1", None),))
+    side = Side("baseline", ("python",), None, 0, {}, "all", {})
+    confirmation = Confirmation("aten.mm.default", 50, 0, 1, (0.0, 0.07), "agreed")
+    texts = [
+        all_agreed(ZoomAnswer(alike, each, 1, "2:3", None, (side, side)), confirmation) for each in (alike, unlike)
+    ]
+    assert all("50 executions" in text and "step 2" in text for text in texts)
+    assert "alignment of memory" in texts[0] and "env.OMP_NUM_THREADS (1 -> unset)" in texts[1]
 
 
 def test_inputs_of_the_operation_found_are_saved_for_a_script(plan: ZoomPlan, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,18 @@ def test_a_script_that_fails_is_no_verdict(tmp_path: Path) -> None:
     script.write_text("raise SystemExit('no torch here')")
     with pytest.raises(ProgramFailed, match="no torch here"):
         run_repro(script, 3)
+
+
+def test_the_script_finds_the_variables_that_the_job_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_DYNAMIC", "true")
+    script = tmp_path / "repro.py"
+    script.write_text(
+        "import json, os\n"
+        "found = [os.environ.get(name) for name in ('MALLOC_PERTURB_', 'OMP_DYNAMIC', 'PYTHONPATH')]\n"
+        "print(json.dumps(dict(op=found, executions=1, differing=0, distinct=1, interval=[0, 1], explanation='')))"
+    )
+    assert run_repro(script, 1, {"MALLOC_PERTURB_": "85", "OMP_DYNAMIC": None}).op == ["85", None, None]
+    assert run_repro(script, 1).op == [os.environ.get("MALLOC_PERTURB_"), "true", None]
 
 
 def test_a_genuine_race_differs_in_some_executions() -> None:

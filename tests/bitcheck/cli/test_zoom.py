@@ -75,6 +75,28 @@ def test_programs_that_agree_when_they_run_again_are_no_difference(runs: Path) -
     assert (answer["zoom"]["pairs"], answer["zoom"]["steps"]) == (1, "2:3")
 
 
+def test_where_there_is_nothing_to_execute_it_says_so_and_what_is_next(runs: Path) -> None:
+    ended = bitcheck(runs, "zoom", "good", "bad", "--confirm", "5")  # nobody sets FAULT for the candidate
+    assert ended.returncode == 0, ended.stderr
+    last = ended.stdout.splitlines()[-1]
+    assert last.startswith("not confirmed: No pair recorded again parts") and "Next: " in last
+
+
+def test_an_operation_that_repeats_itself_is_not_called_confirmed(runs: Path) -> None:
+    from bitcheck.cli.zoom import describe
+    from bitcheck.diff import diff_runs
+    from bitcheck.repro import Confirmation
+    from bitcheck.zoom_answer import Confirmed, ZoomAnswer
+    from tests.bitcheck.made_up_runs import make_run
+
+    answer = ZoomAnswer(diff_runs(make_run(), make_run()), diff_runs(make_run(), make_run()), 1, "2:3", None)
+    for differing, word in ((0, "not confirmed: text"), (3, "confirmed: op differs in 3 of 5")):
+        confirmed = Confirmed(None, Confirmation("op", 5, differing, 1, (0.0, 0.1), "text"), "", "advice")
+        lines = list(describe(answer, confirmed, keeps_script=False))
+        assert lines[1].startswith(word), lines
+        assert (lines[-1] == "advice") == (not differing)
+
+
 def test_a_program_that_fails_is_trouble(runs: Path) -> None:
     ended = bitcheck(runs, "zoom", "good", "bad", "--candidate-env", "STATUS=3")
     assert ended.returncode == 2
