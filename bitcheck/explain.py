@@ -16,6 +16,7 @@ from bitcheck.answer import STARTS, Cause, EnvironmentDifference, Origin
 from bitcheck.events import Phase
 from bitcheck.findings import Findings
 from bitcheck.remedies import find_remedy
+from bitcheck.roles import AFTER
 from bitcheck.wording import counted
 
 MAX_NAMED = 6
@@ -273,10 +274,10 @@ def _computation(first: Origin, where: str, findings: Findings) -> list[str]:
     if first.remarks:
         more = [f"The same goes for {_listed(list(first.also))}."] if first.also else []
         return [f"{who}{op} read other bits in the {pass_name} of {where}: {_tensor(first)}.", *more]
-    return [
-        f"{who}{op} gave other bits from equal {equal} in the {pass_name} of {where}: {_tensor(first)}.",
-        *_also(first),
-    ]
+    sentences = [f"{who}{op} gave other bits from equal {equal} in the {pass_name} of {where}: {_tensor(first)}."]
+    if AFTER in (first.op or ""):
+        sentences.append(f"Which of these autograd nodes did, level {findings.level} does not tell.")
+    return [*sentences, *_also(first)]
 
 
 def _loss(first: Origin, where: str, findings: Findings) -> list[str]:

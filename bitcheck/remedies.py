@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bitcheck.answer import Cause, Origin
 from bitcheck.events import Level
-from bitcheck.roles import LOCAL_GRADIENT_SLOTS
+from bitcheck.roles import AFTER, LOCAL_GRADIENT_SLOTS
 
 COMPUTED = frozenset({Cause.FORWARD, Cause.BACKWARD, Cause.COMPUTE, Cause.OPTIMIZER})
 
@@ -267,7 +267,7 @@ def find_remedy(
         return start_advice(origins, generators or {})
     if first is not None and first.remarks:
         return READ_ADVICE
-    advice = next((remedy.advice for remedy in REMEDIES if remedy.fits(cause, first)), "")
+    advice = _advice(cause, first)
     if cause is Cause.COMPUTE and not advice:
         advice = f"{DETERMINISTIC} and see whether it goes away."
     if cause in (Cause.FORWARD, Cause.BACKWARD) and not advice:
@@ -283,6 +283,17 @@ def find_remedy(
     if cause in COMPUTED and finer and finer.split(" to ")[0] not in advice and "--level" not in advice:
         advice = f"{advice} {finer}"
     return advice
+
+
+def _advice(cause: Cause, origin: Origin | None) -> str:
+    """Return the first advice that fits, "" where none does: for the nearest of several nodes, else for any."""
+    nearest = origin
+    if origin is not None and origin.op is not None:
+        nearest = replace(origin, op=origin.op.partition(AFTER)[0])
+    fitting = [remedy for remedy in REMEDIES if remedy.fits(cause, nearest)]
+    if not (fitting and fitting[0].op):
+        fitting = [*(remedy for remedy in REMEDIES if remedy.op and remedy.fits(cause, origin)), *fitting]
+    return fitting[0].advice if fitting else ""
 
 
 @dataclass(frozen=True, slots=True)

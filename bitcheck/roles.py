@@ -11,6 +11,8 @@ from bitcheck.pairing import StepPair
 CALLS = (Phase.FORWARD, Phase.RECOMPUTE)
 PROGRAM = "program"
 """The path of operations that run outside all modules."""
+AFTER = " after "
+"""Between the autograd node nearest to a gradient and those before it, in the name of a computation."""
 LOCAL_GRADIENT_SLOTS = frozenset(
     (
         "grad",

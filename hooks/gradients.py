@@ -8,7 +8,8 @@ gradients theirs were computed, is read off the autograd graph when `backward` i
 
     grad(x) was computed by N, so it is C's (a module's nodes have the sequence numbers that were
     drawn while it ran), from the gradients of the nearest recorded tensors between the loss and N,
-    and from what C's forward had.
+    and from what C's forward had. Between those and grad(x) nothing is recorded: a fault may be in N or
+    in any node before it, so all of them are named, N first: `MulBackward0 after FaultyBackward`.
 
 A gradient is caught by a hook on the node that made the tensor, which runs after every hook on the
 tensor itself, thus sees what goes on upstream. An in-place operation on a view (ReLU after a Linear
@@ -46,7 +47,10 @@ VIEW_NODES = frozenset(f"{name}Backward0" for name in _VIEWS.split(" "))
 _OUTSIDE = -1
 """Stands for code outside all modules where calls are numbers."""
 MAX_NAMED_NODES = 4
-"""How far behind an edge the node to name is looked for."""
+"""Of the nodes between a gradient and those it is computed from, which are not told apart, so many are named."""
+MORE = "..."
+_MAX_CHAINS = 65_536
+"""Rows of nodes whose names are kept from step to step."""
 
 
 class Tracked:
@@ -340,7 +344,7 @@ class GradientHooks:
             return (), ()
         if outputs is None and len(arriving) == 1:
             _, _, flowing, names = arriving[0]
-            return flowing, _names_on(own, names)
+            return flowing, _passed[own, names]
         sources: dict[int, None] = {}
         names = ()
         for index, tracked in outputs.items() if outputs is not None else ():
@@ -351,8 +355,8 @@ class GradientHooks:
                 for at, _, flowing, passed in arriving:
                     if at == index:
                         sources.update(dict.fromkeys(flowing))
-                        names = names or passed
-        return tuple(sources), _names_on(own, names)
+                        names = (*names, *passed)
+        return tuple(sources), _passed[own, names]
 
     def owner_of(self, builder: StepBuilder, node: Node) -> Call | None:
         """Return the module call that made a node which runs now, None for code outside all modules."""
@@ -484,28 +488,46 @@ class _Owners:
         return call
 
 
-def _names_on(own: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names that a node passes on: nobody looks behind one that computes."""
-    return (own, *names)[:MAX_NAMED_NODES] if own in VIEW_NODES else _itself[own]
+class _Passed(dict[tuple[str, tuple[str, ...]], tuple[str, ...]]):
+    """(a node's name, the names that came along to it) -> the names that it passes on; always the same objects.
+
+    Names are those of nodes that compute, the nearest first, each once; what only hands a gradient on is
+    named as long as nothing else was met. Of too many the farthest are left out, custom functions last.
+    """
+
+    def __missing__(self, key: tuple[str, tuple[str, ...]]) -> tuple[str, ...]:
+        own, names = key
+        met = dict.fromkeys(name for name in (own, *names) if name not in VIEW_NODES and name != MORE)
+        kept = list(met) or [own]
+        while len(kept) > MAX_NAMED_NODES:
+            built_in = [place for place, name in enumerate(kept) if place and name[-1].isdigit()]
+            del kept[built_in[-1] if built_in else -1]
+        if MORE in names or len(kept) < len(met):
+            kept.append(MORE)
+        if len(self) >= _MAX_CHAINS:
+            self.clear()
+        self[key] = found = tuple(kept)
+        return found
 
 
-class _Itself(dict[str, tuple[str, ...]]):
-    """A name -> a tuple of it alone, always the same one."""
+class _Worded(dict[tuple[str, ...], str]):
+    """Names of nodes, the nearest first -> how they are written: `MulBackward0 after FaultyBackward`."""
 
-    def __missing__(self, name: str) -> tuple[str, ...]:
-        self[name] = alone = (name,)
-        return alone
+    def __missing__(self, names: tuple[str, ...]) -> str:
+        if len(self) >= _MAX_CHAINS:
+            self.clear()
+        self[names] = text = f"{names[0]} after {', '.join(names[1:])}" if len(names) > 1 else names[0]
+        return text
 
 
-_itself = _Itself()
+_passed, _worded = _Passed(), _Worded()
 
 
 def _settle(tracked: Tracked, arriving: list[_Arrival], owner_of: _Owners, builder: StepBuilder) -> None:
     """Write down by whom and from what a gradient is computed."""
     computed: dict[tuple[Call | None, str], None] = {}
     for _, node, _, names in arriving:
-        name = names[-1] if names[-1] not in VIEW_NODES else names[0]
-        computed[(owner_of(node), name)] = None
+        computed[(owner_of(node), _worded[names])] = None
     if len(arriving) == 1:
         sources = arriving[0][2]
     else:

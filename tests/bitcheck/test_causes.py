@@ -108,6 +108,19 @@ def test_the_advice_is_that_of_the_op(op: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("op", "words"),
+    [
+        ("MulBackward0 after IndexBackward0", "in no fixed order"),
+        ("AddmmBackward0 after NativeDropoutBackward0", "CUBLAS_WORKSPACE_CONFIG"),
+        ("MulBackward0 after SplitBackward", "unordered reductions"),
+    ],
+)
+def test_of_several_nodes_the_nearest_is_advised_on_and_then_those_behind_it(op: str, words: str) -> None:
+    advice = find_remedy(Cause.BACKWARD, [origin(Cause.BACKWARD, phase="backward", op=op)], Level.OP)
+    assert words in advice and "Dropout" not in advice
+
+
+@pytest.mark.parametrize(
     ("level", "words"), [(Level.STATE, "--level module"), (Level.MODULE, "--level op"), (Level.OP, None)]
 )
 def test_a_finer_level_is_advised_as_long_as_there_is_one(level: Level, words: str | None) -> None:
