@@ -1,5 +1,6 @@
 """What `csrc/` holds: see the Python that each function stands for."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,23 @@ def digest_plain(tensor: torch.Tensor) -> tuple[Kind, bytes, bytes] | None:
 
 def add_plain(record: StepColumns, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]) -> int | None:
     """As `steps.add_plain_portably`."""
+
+def plain_on_device(tensor: torch.Tensor) -> Kind | None:
+    """As `tensors.plain_on_device_portably`."""
+
+def places_of(tensors: Sequence[torch.Tensor], kinds: Sequence[Kind]) -> list[int] | None:
+    """As `layout.places_of_portably`; None where a tensor's memory is not there."""
+
+def receive_leaves(
+    tickets: list[int],
+    firsts: list[int],
+    counts: list[int],
+    landed: memoryview,
+    kinds: dict[int, Kind],
+    known: dict[int, tuple[bytes, bytes]],
+    keeps_leaves: Callable[[int], bool],
+) -> list[int]:
+    """As `DeviceDigester._receive` for tickets whose leaves come in one flight; return the places of the others."""
 
 def run_operation(hooks: OpHooks, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """As `OpHooks._run`."""

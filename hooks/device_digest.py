@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,14 +34,17 @@ from bitcheck.events import Kind
 from bitcheck.hooks.kernels.cuda import CudaQueue
 from bitcheck.hooks.kernels.layout import (
     FEW_TENSORS,
+    STRIDED,
     Runs,
     Transposed,
     address_of,
     as_words,
+    places_of,
     row_blocks,
     special_of,
 )
 from bitcheck.hooks.kernels.ring import LONG_PAUSE_S, Flight, Ring
+from bitcheck.hooks.native import native
 from bitcheck.hooks.tensors import Digest, digest_tensor, kind_of
 
 RING_LEAVES = 2 * 1024 * 1024
@@ -265,24 +268,22 @@ class DeviceDigester:
                 return self._submit(tensors, kinds)
 
     def _submit(self, tensors: Sequence[torch.Tensor], kinds: Sequence[Kind]) -> list[int]:
+        places = places_of(tensors, kinds)
         tickets = []
         pieces = _Pieces()
         owners, addresses, sizes = pieces.tickets, pieces.addresses, pieces.sizes
         strided: list[tuple[int, torch.Tensor]] = []
-        found = [address_of(tensor, kind[2]) for tensor, kind in zip(tensors, kinds, strict=True)]
-        for tensor, kind, address in zip(tensors, kinds, found, strict=True):  # some microseconds each: hence so plain
-            num_bytes = kind[2]
+        for tensor, kind, place in zip(tensors, kinds, places, strict=True):  # some microseconds each: hence so plain
             ticket = self._add_ticket(kind)
             tickets.append(ticket)
-            if num_bytes == 0:
-                self._receive_part(ticket, memoryview(b""))
-                continue
-            if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+            if place > 0:
                 owners.append(ticket)
-                addresses.append(address)
-                sizes.append(num_bytes)
-            else:
+                addresses.append(place)
+                sizes.append(kind[2])
+            elif place == STRIDED:
                 strided.append((ticket, tensor))
+            else:
+                self._receive_part(ticket, memoryview(b""))
         if not (pieces.tickets or strided):
             return tickets
         stream = self._queue.stream()
@@ -313,12 +314,9 @@ class DeviceDigester:
                 not 0 < count <= self._launch_leaves
                 or queue.is_capturing()
                 or not queue.is_current()
-                or not tensor.is_contiguous()
-                or tensor.is_conj()
-                or tensor.is_neg()
+                or (address := places_of((tensor,), (kind,))[0]) == STRIDED
             ):
                 return self.submit_many([tensor], [kind])[0]
-            address = address_of(tensor, num_bytes)
             ticket = self._add_ticket(kind)
             stream = queue.stream()
             flight, slot = ring.reserve(count)
@@ -461,16 +459,25 @@ class DeviceDigester:
 
     def _receive(self, flight: Flight, landed: memoryview) -> None:
         """Take the leaf digests of a flight, 16 bytes each."""
-        kinds, known, keeps_leaves = self._kinds, self._known, self._wishes.keeps_leaves
-        for ticket, first, count in zip(flight.tickets, flight.firsts, flight.counts, strict=True):
-            leaves = landed[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]
-            kind = kinds[ticket]
-            num_bytes = kind[2]
-            if count == num_leaves(num_bytes) <= MAX_JOINED_LEAVES:
-                known[ticket] = digest_from_leaves(*kind, leaves), bytes(leaves) if keeps_leaves(num_bytes) else b""
-                del kinds[ticket]
-            else:
-                self._receive_part(ticket, leaves)
+        tickets, firsts, counts = flight.tickets, flight.firsts, flight.counts
+        rest: Iterable[int] = range(len(tickets))
+        if native is not None:
+            rest = native.receive_leaves(
+                tickets, firsts, counts, landed, self._kinds, self._known, self._wishes.keeps_leaves
+            )
+        for place in rest:
+            leaves = landed[firsts[place] * DIGEST_BYTES : (firsts[place] + counts[place]) * DIGEST_BYTES]
+            self._receive_leaves(tickets[place], counts[place], leaves)
+
+    def _receive_leaves(self, ticket: int, count: int, leaves: memoryview) -> None:
+        kind = self._kinds[ticket]
+        num_bytes = kind[2]
+        if count == num_leaves(num_bytes) <= MAX_JOINED_LEAVES:
+            kept = bytes(leaves) if self._wishes.keeps_leaves(num_bytes) else b""
+            self._known[ticket] = digest_from_leaves(*kind, leaves), kept
+            del self._kinds[ticket]
+        else:
+            self._receive_part(ticket, leaves)
 
     def _receive_part(self, ticket: int, leaves: memoryview) -> None:
         """Take a ticket's next leaf digests."""

@@ -411,19 +411,7 @@ def digest_plain_portably(tensor: torch.Tensor) -> tuple[Kind, bytes, bytes] | N
     return kind, *digest_buffer(header, _in_order(np.ndarray(kind[1], _WORD[itemsize], memory, 0, strides)))
 
 
-digest_plain: Callable[[torch.Tensor], tuple[Kind, bytes, bytes] | None] = digest_plain_portably
-if native is not None:
-    native.configure(
-        tensor_type=torch.Tensor,
-        parameter_type=torch.nn.Parameter,
-        strided_layout=_STRIDED,
-        plain_kinds=_plain_kinds,
-        is_functorch=_is_functorch,
-    )
-    digest_plain = native.digest_plain
-
-
-def plain_on_device(tensor: torch.Tensor) -> Kind | None:
+def plain_on_device_portably(tensor: torch.Tensor) -> Kind | None:
     """Return the kind of a CUDA tensor that is no more than its elements; None for any other.
 
     As `digest_plain`, for what a digester of the device can take as it is.
@@ -432,6 +420,20 @@ def plain_on_device(tensor: torch.Tensor) -> Kind | None:
         return None
     plain = _plain_kinds[tensor.dtype, tensor.shape]
     return plain[0] if plain is not None and not _is_functorch(tensor) else None
+
+
+digest_plain: Callable[[torch.Tensor], tuple[Kind, bytes, bytes] | None] = digest_plain_portably
+plain_on_device: Callable[[torch.Tensor], Kind | None] = plain_on_device_portably
+if native is not None:
+    native.configure(
+        digest_header=digest_header,
+        tensor_type=torch.Tensor,
+        parameter_type=torch.nn.Parameter,
+        strided_layout=_STRIDED,
+        plain_kinds=_plain_kinds,
+        is_functorch=_is_functorch,
+    )
+    digest_plain, plain_on_device = native.digest_plain, native.plain_on_device
 
 
 def digest_tensor(tensor: torch.Tensor) -> Digest:

@@ -54,6 +54,7 @@
     NAME(is_meta)                                                                                                      \
     NAME(is_neg)                                                                                                       \
     NAME(is_nested)                                                                                                    \
+    NAME(itemsize)                                                                                                     \
     NAME(kinds)                                                                                                        \
     NAME(layout)                                                                                                       \
     NAME(leaves)                                                                                                       \
@@ -79,6 +80,7 @@
 #define NEEDS(NEED)                                                                                                    \
     NEED(alone)                                                                                                        \
     NEED(current_node)                                                                                                 \
+    NEED(digest_header)                                                                                                \
     NEED(free_weak_ref)                                                                                                \
     NEED(graph_task)                                                                                                   \
     NEED(is_distributed)                                                                                               \
@@ -140,6 +142,15 @@ static inline int is_tensor(PyObject *value)
 Py_ssize_t add_event(PyObject *record, PyObject *site, PyObject *kind, PyObject *digest, PyObject *leaves,
                      PyObject *group, PyObject *inputs);
 
+#define LEAF_BYTES (16 * 1024)
+
+/* Return what is known of a tensor that is no more than its elements, `is_there` its property of the device where it
+ * should lie: an entry of `plain_kinds`; NULL for any other tensor, or with an error set. */
+PyObject *plain_kind(PyObject *tensor, PyObject *is_there);
+
+/* Return the digest of a tensor whose leaf digests are known. */
+PyObject *digest_leaves(PyObject *header, const uint8_t *leaves, Py_ssize_t leaves_bytes);
+
 /* Return a new type, `Memory`. */
 PyObject *make_memory_type(void);
 
@@ -149,5 +160,8 @@ PyObject *add_plain(PyObject *module, PyObject *const *args, Py_ssize_t num_args
 PyObject *run_operation(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 PyObject *begin_operation(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 PyObject *end_operation(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
+PyObject *plain_on_device(PyObject *module, PyObject *tensor);
+PyObject *places_of(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
+PyObject *receive_leaves(PyObject *module, PyObject *args);
 
 #endif

@@ -4,7 +4,6 @@
 #include "row_major.h"
 #include "xxh3.h"
 
-#define LEAF_BYTES (16 * 1024)
 #define PAD_BYTES 1024
 #define MAX_JOINED_BYTES 4096
 
@@ -25,31 +24,41 @@ static void hash_leaves(const uint8_t *data, Py_ssize_t num_bytes, uint8_t *leav
     xxh3_128(padded, (size_t)padded_bytes, leaves);
 }
 
-/* Return the digest of a tensor of `num_bytes` contiguous bytes, 1 at least, and set its leaf digests. */
-static PyObject *digest_memory(PyObject *header, const uint8_t *data, Py_ssize_t num_bytes, PyObject **leaves)
+PyObject *digest_leaves(PyObject *header, const uint8_t *leaves, Py_ssize_t leaves_bytes)
 {
-    Py_ssize_t header_bytes = PyBytes_GET_SIZE(header);
-    Py_ssize_t leaves_bytes = (num_bytes + LEAF_BYTES - 1) / LEAF_BYTES * XXH3_DIGEST_BYTES;
-    Py_ssize_t joined_bytes = header_bytes + leaves_bytes;
+    Py_ssize_t header_bytes = PyBytes_GET_SIZE(header), joined_bytes = header_bytes + leaves_bytes;
     uint8_t few[MAX_JOINED_BYTES], *joined = few;
+    if (joined_bytes < XXH3_MIN_BYTES)
+        return PyErr_Format(PyExc_ValueError, "no header of a digest: %R", header);
     if (joined_bytes > MAX_JOINED_BYTES && (joined = PyMem_Malloc((size_t)joined_bytes)) == NULL)
         return PyErr_NoMemory();
-    PyObject *digest = NULL;
-    if ((*leaves = PyBytes_FromStringAndSize(NULL, leaves_bytes)) == NULL)
-        goto end;
-    uint8_t *found = (uint8_t *)PyBytes_AS_STRING(*leaves);
-    hash_leaves(data, num_bytes, found);
     memcpy(joined, PyBytes_AS_STRING(header), (size_t)header_bytes);
-    memcpy(joined + header_bytes, found, (size_t)leaves_bytes);
-    if ((digest = PyBytes_FromStringAndSize(NULL, XXH3_DIGEST_BYTES)) == NULL)
-        Py_CLEAR(*leaves);
-    else
+    memcpy(joined + header_bytes, leaves, (size_t)leaves_bytes);
+    PyObject *digest = PyBytes_FromStringAndSize(NULL, XXH3_DIGEST_BYTES);
+    if (digest != NULL)
         xxh3_128(joined, (size_t)joined_bytes, (uint8_t *)PyBytes_AS_STRING(digest));
-end:
     if (joined != few)
         PyMem_Free(joined);
     return digest;
 }
+
+/* Return the digest of a tensor of `num_bytes` contiguous bytes, 1 at least, and set its leaf digests. */
+static PyObject *digest_memory(PyObject *header, const uint8_t *data, Py_ssize_t num_bytes, PyObject **leaves)
+{
+    Py_ssize_t leaves_bytes = (num_bytes + LEAF_BYTES - 1) / LEAF_BYTES * XXH3_DIGEST_BYTES;
+    if ((*leaves = PyBytes_FromStringAndSize(NULL, leaves_bytes)) == NULL)
+        return NULL;
+    uint8_t *found = (uint8_t *)PyBytes_AS_STRING(*leaves);
+    hash_leaves(data, num_bytes, found);
+    PyObject *digest = digest_leaves(header, found, leaves_bytes);
+    if (digest == NULL)
+        Py_CLEAR(*leaves);
+    return digest;
+}
+
+/* Places of the fields of a `Kind` and of `_PlainKind`. */
+enum { KIND_SHAPE = 1, KIND_BYTES };
+enum { KNOWN_KIND, KNOWN_ITEMSIZE, KNOWN_IS_COMPLEX, KNOWN_HEADER };
 
 /* A plain CPU tensor, as `tensors.digest_plain` has it. */
 typedef struct {
@@ -78,52 +87,51 @@ static long long read_strides(PyObject *tensor, PyObject *shape, Plain *plain)
     return PyErr_Occurred() ? -1 : span_bytes;
 }
 
-/* Find out where a plain CPU tensor lies: 1; 0 where it is not plain or its memory is not there; -1 with an error set.
- * `plain->known` is to be released in any case. */
-static int find_plain(PyObject *tensor, Plain *plain)
+/* Return what is known of a tensor that is no more than its elements, `is_there` its property of the device where it
+ * should lie: an entry of the table of kinds; NULL for any other tensor, or with an error set. */
+PyObject *plain_kind(PyObject *tensor, PyObject *is_there)
 {
-    plain->known = NULL;
-    if (!is_tensor(tensor))
-        return 0;
-    int truth = has(tensor, name_is_cpu);
-    if (truth != 1)
-        return truth;
+    if (!is_tensor(tensor) || has(tensor, is_there) != 1)
+        return NULL;
     PyObject *layout = PyObject_GetAttr(tensor, name_layout);
-    if (layout == NULL)
-        return -1;
-    Py_DECREF(layout);
-    if (layout != strided_layout)
-        return 0;
-    if ((truth = has(tensor, name_is_nested)) != 0)
-        return truth < 0 ? -1 : 0;
+    Py_XDECREF(layout);
+    if (layout != strided_layout || has(tensor, name_is_nested) != 0)
+        return NULL;
     PyObject *dtype = PyObject_GetAttr(tensor, name_dtype), *shape = PyObject_GetAttr(tensor, name_shape);
     PyObject *key = dtype != NULL && shape != NULL ? PyTuple_Pack(2, dtype, shape) : NULL;
     Py_XDECREF(dtype);
     Py_XDECREF(shape);
     PyObject *known = key != NULL ? PyObject_GetItem(plain_kinds, key) : NULL;
     Py_XDECREF(key);
-    plain->known = known;
+    if (known == NULL || (known != Py_None && is_true(PyObject_CallOneArg(is_functorch, tensor)) == 0))
+        return known;
+    Py_DECREF(known);
+    return NULL;
+}
+
+/* Find out where a plain CPU tensor lies: 1; 0 where it is not plain or its memory is not there; -1 with an error set.
+ * `plain->known` is to be released in any case. */
+static int find_plain(PyObject *tensor, Plain *plain)
+{
+    int truth;
+    PyObject *known = plain->known = plain_kind(tensor, name_is_cpu);
     if (known == NULL)
-        return -1;
-    if (known == Py_None)
-        return 0;
-    plain->kind = PyTuple_GET_ITEM(known, 0);
-    plain->itemsize = PyLong_AsSsize_t(PyTuple_GET_ITEM(known, 1));
-    plain->header = PyTuple_GET_ITEM(known, 3);
-    plain->num_bytes = PyLong_AsSsize_t(PyTuple_GET_ITEM(plain->kind, 2));
-    plain->num_dimensions = (int)PyTuple_GET_SIZE(PyTuple_GET_ITEM(plain->kind, 1));
+        return PyErr_Occurred() ? -1 : 0;
+    plain->kind = PyTuple_GET_ITEM(known, KNOWN_KIND);
+    plain->itemsize = PyLong_AsSsize_t(PyTuple_GET_ITEM(known, KNOWN_ITEMSIZE));
+    plain->header = PyTuple_GET_ITEM(known, KNOWN_HEADER);
+    plain->num_bytes = PyLong_AsSsize_t(PyTuple_GET_ITEM(plain->kind, KIND_BYTES));
+    plain->num_dimensions = (int)PyTuple_GET_SIZE(PyTuple_GET_ITEM(plain->kind, KIND_SHAPE));
     if (plain->num_bytes == 0 || plain->num_dimensions > MAX_DIMENSIONS)
         return 0;
     if ((truth = says(tensor, name_is_neg)) != 0)
         return truth < 0 ? -1 : 0;
-    if (PyTuple_GET_ITEM(known, 2) == Py_True && (truth = says(tensor, name_is_conj)) != 0)
-        return truth < 0 ? -1 : 0;
-    if ((truth = is_true(PyObject_CallOneArg(is_functorch, tensor))) != 0)
+    if (PyTuple_GET_ITEM(known, KNOWN_IS_COMPLEX) == Py_True && (truth = says(tensor, name_is_conj)) != 0)
         return truth < 0 ? -1 : 0;
     if ((plain->is_contiguous = says(tensor, name_is_contiguous)) < 0)
         return -1;
     long long span_bytes = plain->num_bytes;
-    if (!plain->is_contiguous && (span_bytes = read_strides(tensor, PyTuple_GET_ITEM(plain->kind, 1), plain)) < 0)
+    if (!plain->is_contiguous && (span_bytes = read_strides(tensor, PyTuple_GET_ITEM(plain->kind, KIND_SHAPE), plain)) < 0)
         return -1;
     long long address = number_of(tensor, name_data_ptr), offset = number_of(tensor, name_storage_offset);
     PyObject *storage = PyErr_Occurred() ? NULL : PyObject_CallMethodNoArgs(tensor, name_untyped_storage);

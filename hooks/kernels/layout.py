@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from bitcheck.errors import DigestError
+from bitcheck.events import Kind
+from bitcheck.hooks.native import native
 from bitcheck.hooks.tensors import dtype_name
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -36,6 +38,29 @@ def address_of(tensor: torch.Tensor, num_bytes: int) -> int:
             f"expected {num_bytes} bytes: record it while it is gathered"
         )
     return tensor.data_ptr()
+
+
+STRIDED = -1
+"""The place of a tensor whose elements have to be brought to row-major order first."""
+
+
+def places_of_portably(tensors: Sequence[torch.Tensor], kinds: Sequence[Kind]) -> list[int]:
+    """Return where each tensor's elements lie on its device, one after the other; 0 for an empty tensor, or STRIDED.
+
+    Raises DigestError where a tensor's memory is not there.
+    """
+    places = []
+    for tensor, kind in zip(tensors, kinds, strict=True):
+        address = address_of(tensor, kind[2])
+        is_plain = not kind[2] or (tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()))
+        places.append(address if is_plain else STRIDED)
+    return places
+
+
+def places_of(tensors: Sequence[torch.Tensor], kinds: Sequence[Kind]) -> list[int]:
+    """Do as `places_of_portably`, quicker where that was compiled."""
+    places = native.places_of(tensors, kinds) if native is not None else None
+    return places if places is not None else places_of_portably(tensors, kinds)
 
 
 class Transposed(NamedTuple):

@@ -1,0 +1,159 @@
+/* What a device's digester does for every tensor: `device_digest.py`. */
+#include "native.h"
+
+#include "xxh3.h"
+
+#define MAX_JOINED_LEAVES 8192 /* as `device_digest.MAX_JOINED_LEAVES`: of more, the hash is updated piece by piece */
+
+PyObject *plain_on_device(PyObject *module, PyObject *tensor)
+{
+    PyObject *known = plain_kind(tensor, name_is_cuda);
+    if (known == NULL)
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    PyObject *kind = Py_NewRef(PyTuple_GET_ITEM(known, 0));
+    Py_DECREF(known);
+    return kind;
+}
+
+/* Where a tensor's elements lie, one after the other, as `layout.place_of`: 0 for an empty one, PLACE_STRIDED for one
+ * that lies otherwise; PLACE_MISSING where its memory is not there; PLACE_ERROR with an error set. */
+enum { PLACE_STRIDED = -1, PLACE_MISSING = -2, PLACE_ERROR = -3 };
+
+static long long place_of(PyObject *tensor, long long num_bytes)
+{
+    if (num_bytes == 0)
+        return 0;
+    PyObject *storage = PyObject_CallMethodNoArgs(tensor, name_untyped_storage);
+    if (storage == NULL)
+        return PLACE_ERROR;
+    long long available = number_of(storage, name_nbytes);
+    Py_DECREF(storage);
+    if (PyErr_Occurred())
+        return PLACE_ERROR;
+    int is_contiguous = says(tensor, name_is_contiguous);
+    if (is_contiguous < 0)
+        return PLACE_ERROR;
+    if (!is_contiguous)
+        return available == 0 ? PLACE_MISSING : PLACE_STRIDED;
+    PyObject *itemsize = PyObject_GetAttr(tensor, name_itemsize);
+    if (itemsize == NULL)
+        return PLACE_ERROR;
+    long long offset_bytes = number_of(tensor, name_storage_offset) * PyLong_AsLongLong(itemsize);
+    Py_DECREF(itemsize);
+    if (PyErr_Occurred())
+        return PLACE_ERROR;
+    if (offset_bytes + num_bytes > available)
+        return PLACE_MISSING;
+    int is_otherwise = says(tensor, name_is_conj);
+    if (is_otherwise == 0)
+        is_otherwise = says(tensor, name_is_neg);
+    if (is_otherwise != 0)
+        return is_otherwise < 0 ? PLACE_ERROR : PLACE_STRIDED;
+    long long address = number_of(tensor, name_data_ptr);
+    return PyErr_Occurred() ? PLACE_ERROR : address;
+}
+
+PyObject *places_of(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    PyObject *tensors = num_args == 2 ? PySequence_Fast(args[0], "tensors") : NULL, *places = NULL;
+    PyObject *kinds = tensors != NULL ? PySequence_Fast(args[1], "kinds") : NULL;
+    if (kinds == NULL || PySequence_Fast_GET_SIZE(tensors) != PySequence_Fast_GET_SIZE(kinds)) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "places_of takes tensors and as many kinds");
+        goto end;
+    }
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(tensors);
+    places = PyList_New(count);
+    for (Py_ssize_t index = 0; places != NULL && index < count; index++) {
+        PyObject *kind = PySequence_Fast_GET_ITEM(kinds, index), *place = NULL;
+        if (!PyTuple_Check(kind) || PyTuple_GET_SIZE(kind) != 3) {
+            PyErr_SetString(PyExc_TypeError, "a kind is a tuple of three");
+            Py_CLEAR(places);
+            break;
+        }
+        long long num_bytes = PyLong_AsLongLong(PyTuple_GET_ITEM(kind, 2));
+        long long found = PyErr_Occurred() ? PLACE_ERROR : place_of(PySequence_Fast_GET_ITEM(tensors, index), num_bytes);
+        if (found == PLACE_MISSING)
+            Py_SETREF(places, Py_NewRef(Py_None));
+        else if (found == PLACE_ERROR || (place = PyLong_FromLongLong(found)) == NULL)
+            Py_CLEAR(places);
+        if (place == NULL)
+            break;
+        PyList_SET_ITEM(places, index, place);
+    }
+end:
+    Py_XDECREF(tensors);
+    Py_XDECREF(kinds);
+    return places;
+}
+
+/* Digest one ticket's leaves, as `DeviceDigester._receive`; -1 with an error set. */
+static int receive_one(PyObject *ticket, PyObject *kind, const uint8_t *leaves, Py_ssize_t leaves_bytes, PyObject *kinds,
+                       PyObject *known, PyObject *keeps_leaves)
+{
+    PyObject *header = PyObject_Call(digest_header, kind, NULL), *digest = NULL, *kept = NULL, *found = NULL;
+    int failed = -1;
+    if (header == NULL || !PyBytes_Check(header))
+        goto end;
+    int is_kept = is_true(PyObject_CallOneArg(keeps_leaves, PyTuple_GET_ITEM(kind, 2)));
+    if (is_kept < 0 || (digest = digest_leaves(header, leaves, leaves_bytes)) == NULL ||
+        (kept = PyBytes_FromStringAndSize((const char *)leaves, is_kept ? leaves_bytes : 0)) == NULL ||
+        (found = PyTuple_Pack(2, digest, kept)) == NULL)
+        goto end;
+    /* First where it is found, then away from where it is waited for: who resolves it looks in the other order. */
+    if (PyDict_SetItem(known, ticket, found) == 0)
+        failed = PyDict_DelItem(kinds, ticket);
+end:
+    Py_XDECREF(header);
+    Py_XDECREF(digest);
+    Py_XDECREF(kept);
+    Py_XDECREF(found);
+    return failed;
+}
+
+PyObject *receive_leaves(PyObject *module, PyObject *args)
+{
+    PyObject *tickets, *firsts, *counts, *landed, *kinds, *known, *keeps_leaves;
+    if (!PyArg_ParseTuple(args, "O!O!O!OO!O!O", &PyList_Type, &tickets, &PyList_Type, &firsts, &PyList_Type, &counts,
+                          &landed, &PyDict_Type, &kinds, &PyDict_Type, &known, &keeps_leaves))
+        return NULL;
+    Py_buffer view;
+    if (PyObject_GetBuffer(landed, &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    PyObject *rest = PyList_New(0);
+    for (Py_ssize_t index = 0; rest != NULL && index < PyList_GET_SIZE(tickets); index++) {
+        if (index >= PyList_GET_SIZE(firsts) || index >= PyList_GET_SIZE(counts)) {
+            PyErr_SetString(PyExc_ValueError, "a flight has as many firsts and counts as tickets");
+            Py_CLEAR(rest);
+            break;
+        }
+        PyObject *ticket = PyList_GET_ITEM(tickets, index), *kind = PyDict_GetItemWithError(kinds, ticket);
+        Py_ssize_t first = PyLong_AsSsize_t(PyList_GET_ITEM(firsts, index));
+        Py_ssize_t count = PyLong_AsSsize_t(PyList_GET_ITEM(counts, index));
+        if (kind == NULL || !PyTuple_Check(kind) || PyTuple_GET_SIZE(kind) != 3 || first < 0 || count < 0 ||
+            (first + count) * XXH3_DIGEST_BYTES > view.len) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_ValueError, "a flight holds tickets that are under way, within its bytes");
+            Py_CLEAR(rest);
+            break;
+        }
+        Py_ssize_t num_bytes = PyLong_AsSsize_t(PyTuple_GET_ITEM(kind, 2));
+        int failed;
+        Py_INCREF(ticket);
+        Py_INCREF(kind);
+        if (count == (num_bytes + LEAF_BYTES - 1) / LEAF_BYTES && count <= MAX_JOINED_LEAVES)
+            failed = receive_one(ticket, kind, (const uint8_t *)view.buf + first * XXH3_DIGEST_BYTES,
+                                 count * XXH3_DIGEST_BYTES, kinds, known, keeps_leaves);
+        else {
+            PyObject *place = PyLong_FromSsize_t(index);
+            failed = place == NULL ? -1 : PyList_Append(rest, place);
+            Py_XDECREF(place);
+        }
+        Py_DECREF(ticket);
+        Py_DECREF(kind);
+        if (failed || PyErr_Occurred())
+            Py_CLEAR(rest);
+    }
+    PyBuffer_Release(&view);
+    return rest;
+}
