@@ -4,8 +4,10 @@
 
 The model is a GPT of 936 M parameters in bfloat16 (16 layers, width 2048, 16 heads, sequence 2048,
 batch 4, vocabulary 32,000) under fused AdamW: 8,192 tokens a step, 65,536 with accumulation. A block
-is a few steps in a row with one wait for the device at each end; blocks of all variants take turns,
-and a ratio is the median over the rounds of a variant's block to the bare block of the same round.
+is a few steps in a row with one wait for the device at each end; blocks of all variants take turns, in an order that
+rotates, each after a few bare steps: a GPU's clock follows what it did just before, and after a variant that left it
+waiting for the host it runs faster. A ratio is the median over the rounds of a variant's block to the bare block of the
+same round.
 """
 
 from __future__ import annotations
@@ -196,6 +198,10 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / (took * 1e-3)
 
 
+WARM_STEPS = 3
+"""Bare steps before each block."""
+
+
 class Measured:
     """The blocks of all variants at one number of tokens a step."""
 
@@ -229,11 +235,14 @@ def measure(
         for _ in range(steps):
             job.step(micro_batches)
 
-    levels = [level for level in recorded if micro_batches == 1 or level is not Level.OP]
+    blocks: dict[str, Callable[[int, int], None]] = {"bare": bare}
+    blocks |= {str(level): recorded[level].block for level in recorded if micro_batches == 1 or level is not Level.OP}
+    names = list(blocks)
     for number in range(rounds + 1):
-        found.run("bare", bare, steps, number > 0)
-        for level in levels:
-            found.run(str(level), recorded[level].block, 2 if level is Level.OP else steps, number > 0)
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            bare(WARM_STEPS, micro_batches)
+            found.run(name, blocks[name], steps, number > 0)
     if micro_batches == 1 and with_peers:
         for kind in ("hash_tensor", "norm"):
             found.run(f"DebugMode {kind}", functools.partial(debug_block, job, kind=kind), 1, True)

@@ -269,6 +269,10 @@ class DeviceDigester:
 
     def _submit(self, tensors: Sequence[torch.Tensor], kinds: Sequence[Kind]) -> list[int]:
         places = places_of(tensors, kinds)
+        if 1 < len(places) <= FEW_TENSORS and min(places) > 0:
+            few = self._submit_few(kinds, places)
+            if few is not None:
+                return few
         tickets = []
         pieces = _Pieces()
         owners, addresses, sizes = pieces.tickets, pieces.addresses, pieces.sizes
@@ -308,7 +312,7 @@ class DeviceDigester:
         A short way for what is done thousands of times a step: a contiguous tensor, a launch of its own.
         """
         queue, ring, num_bytes = self._queue, self._ring, kind[2]
-        count = num_leaves(num_bytes)
+        count = -(-num_bytes // LEAF_BYTES)
         with _NO_FUNCTION(), ring.lock:
             if (
                 not 0 < count <= self._launch_leaves
@@ -326,6 +330,31 @@ class DeviceDigester:
             if ring.num_filling >= self._flight_leaves:
                 ring.flush()
         return ticket
+
+    def _submit_few(self, kinds: Sequence[Kind], places: Sequence[int]) -> list[int] | None:
+        """Capture a few tensors that are there and contiguous: a short way for what is done thousands of times a step.
+
+        None where they are too much for one launch.
+        """
+        sizes = [kind[2] for kind in kinds]
+        counts = [-(-size // LEAF_BYTES) for size in sizes]
+        leaves = sum(counts)
+        if leaves > self._launch_leaves:
+            return None
+        ring, stream = self._ring, self._queue.stream()
+        flight, slot = ring.reserve(leaves)
+        self._kernels.hash_few(places, sizes, counts, ring.address(slot), stream)
+        ring.mark(stream)
+        first = slot - flight.start
+        tickets = []
+        for kind, count in zip(kinds, counts, strict=True):
+            ticket = self._add_ticket(kind)
+            flight.add(ticket, first, count)
+            tickets.append(ticket)
+            first += count
+        if ring.num_filling >= self._flight_leaves:
+            ring.flush()
+        return tickets
 
     def _launch(self, pieces: _Pieces, stream: int) -> None:
         """Hash pieces in as few launches as the ring allows; a piece larger than a launch is cut."""
