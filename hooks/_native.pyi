@@ -1,6 +1,6 @@
 """What `csrc/` holds: see the Python that each function stands for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,9 +48,15 @@ def receive_leaves(
     landed: memoryview,
     kinds: dict[int, Kind],
     known: dict[int, tuple[bytes, bytes]],
-    keeps_leaves: Callable[[int], bool],
+    limit_bytes: int,
 ) -> list[int]:
     """As `DeviceDigester._receive` for tickets whose leaves come in one flight; return the places of the others."""
+
+def wait_for_number(address: int, number: int, modulus: int, pause_s: float, timeout_s: float) -> bool:
+    """Look at the int64 at an address every `pause_s`, the interpreter's lock let go, until it has reached a number.
+
+    Numbers grow one by one modulo `modulus`. Returns whether it has, False after `timeout_s`.
+    """
 
 def run_operation(hooks: OpHooks, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """As `OpHooks._run`."""

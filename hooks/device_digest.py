@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -73,8 +74,8 @@ _log = logging.getLogger("bitcheck")
 class Wishes:
     """What whoever records asks of a digester."""
 
-    keeps_leaves: Callable[[int], bool] = lambda num_bytes: True
-    """Whether leaf digests of a tensor of so many bytes are kept; asked when they arrive."""
+    leaf_limit_bytes: Callable[[], int | None] = lambda: None
+    """Leaf digests are kept of tensors of up to so many bytes, of all where None; asked when they arrive."""
     on_departure: Callable[[Callable[[], None]], None] = lambda land: None
     """Called, in the training thread, whenever leaf digests leave the device; `land` waits for them and takes them,
     and raises DigestError where the device has failed. Who calls it in a thread of its own spares the training thread
@@ -106,6 +107,9 @@ class Digester(Protocol):
 
         Raises DigestError where the device has failed, KeyError for a ticket that there is not, or is no more.
         """
+
+    def resolve_many(self, tickets: Sequence[int]) -> list[Digest]:
+        """Do the same for many."""
 
 
 def open_digester(device: torch.device, wishes: Wishes = Wishes()) -> Digester:
@@ -169,6 +173,10 @@ class HostDigester:
     def resolve(self, ticket: int) -> Digest:
         """Return (digest, leaf digests). Raises KeyError for a ticket that there is not, or is no more."""
         return self._known.pop(ticket)
+
+    def resolve_many(self, tickets: Sequence[int]) -> list[Digest]:
+        """Do the same for many."""
+        return list(map(self.resolve, tickets))
 
 
 class _Pieces:
@@ -287,7 +295,7 @@ class DeviceDigester:
             elif place == STRIDED:
                 strided.append((ticket, tensor))
             else:
-                self._receive_part(ticket, memoryview(b""))
+                self._receive_part(ticket, memoryview(b""), 0)
         if not (pieces.tickets or strided):
             return tickets
         stream = self._queue.stream()
@@ -486,29 +494,40 @@ class DeviceDigester:
                 self._ring.flush()
         return found
 
+    def resolve_many(self, tickets: Sequence[int]) -> list[Digest]:
+        """Do the same for many."""
+        known = self._known
+        found = [known.pop(ticket, None) for ticket in tickets]  # nearly all have been received by now
+        return [
+            digest if digest is not None else self.resolve(ticket)
+            for ticket, digest in zip(tickets, found, strict=True)
+        ]
+
     def _receive(self, flight: Flight, landed: memoryview) -> None:
         """Take the leaf digests of a flight, 16 bytes each."""
         tickets, firsts, counts = flight.tickets, flight.firsts, flight.counts
+        limit = self._leaf_limit_bytes()
         rest: Iterable[int] = range(len(tickets))
         if native is not None:
-            rest = native.receive_leaves(
-                tickets, firsts, counts, landed, self._kinds, self._known, self._wishes.keeps_leaves
-            )
+            rest = native.receive_leaves(tickets, firsts, counts, landed, self._kinds, self._known, limit)
         for place in rest:
             leaves = landed[firsts[place] * DIGEST_BYTES : (firsts[place] + counts[place]) * DIGEST_BYTES]
-            self._receive_leaves(tickets[place], counts[place], leaves)
+            self._receive_leaves(tickets[place], counts[place], leaves, limit)
 
-    def _receive_leaves(self, ticket: int, count: int, leaves: memoryview) -> None:
+    def _leaf_limit_bytes(self) -> int:
+        limit = self._wishes.leaf_limit_bytes()
+        return sys.maxsize if limit is None else limit
+
+    def _receive_leaves(self, ticket: int, count: int, leaves: memoryview, limit_bytes: int) -> None:
         kind = self._kinds[ticket]
         num_bytes = kind[2]
         if count == num_leaves(num_bytes) <= MAX_JOINED_LEAVES:
-            kept = bytes(leaves) if self._wishes.keeps_leaves(num_bytes) else b""
-            self._known[ticket] = digest_from_leaves(*kind, leaves), kept
+            self._known[ticket] = digest_from_leaves(*kind, leaves), bytes(leaves) if num_bytes <= limit_bytes else b""
             del self._kinds[ticket]
         else:
-            self._receive_part(ticket, leaves)
+            self._receive_part(ticket, leaves, limit_bytes)
 
-    def _receive_part(self, ticket: int, leaves: memoryview) -> None:
+    def _receive_part(self, ticket: int, leaves: memoryview, limit_bytes: int) -> None:
         """Take a ticket's next leaf digests."""
         kind = self._kinds[ticket]
         num_bytes = kind[2]
@@ -516,7 +535,7 @@ class DeviceDigester:
         taken, missing, kept = begun or (begin_digest(*kind), num_leaves(num_bytes) * DIGEST_BYTES, b"")
         taken.update(leaves)
         missing -= len(leaves)
-        if self._wishes.keeps_leaves(num_bytes):
+        if num_bytes <= limit_bytes:
             kept += leaves
         if missing:
             self._begun[ticket] = taken, missing, kept

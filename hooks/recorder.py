@@ -91,7 +91,7 @@ class Recorder:
         self._trouble: BitcheckError | None = None
         self._writer: StepWriter | None = None
         self._leaf_limit_bytes: int | None = None
-        self._digesters = Digesters(self._keeps_leaves, self._on_departure)
+        self._digesters = Digesters(lambda: self._leaf_limit_bytes, self._on_departure)
         self._known = Known()
         self._tracked: dict[str, Trackable | Callable[[], Any]] = {}
         self._forward_order: dict[int, int] = {}
@@ -352,9 +352,6 @@ class Recorder:
             self._fail(error)
             if self._is_strict:
                 raise
-
-    def _keeps_leaves(self, num_bytes: int) -> bool:
-        return self._leaf_limit_bytes is None or num_bytes <= self._leaf_limit_bytes
 
     def _on_departure(self, land: Callable[[], None]) -> None:
         if self._writer is not None:

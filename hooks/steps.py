@@ -44,15 +44,17 @@ UNREAD = bytes(16)
 class Digesters(dict[torch.device, "Digester"]):
     """What digests a device's tensors, opened when it is asked for first; the arguments as `Wishes` has them."""
 
-    def __init__(self, keeps_leaves: Callable[[int], bool], on_departure: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self, leaf_limit_bytes: Callable[[], int | None], on_departure: Callable[[Callable[[], None]], None]
+    ) -> None:
         super().__init__()
-        self._keeps_leaves = keeps_leaves
+        self._leaf_limit_bytes = leaf_limit_bytes
         self._on_departure = on_departure
 
     def __missing__(self, device: torch.device) -> Digester:
         from bitcheck.hooks.device_digest import Wishes, open_digester  # a program on the CPU never needs it
 
-        digester = self[device] = open_digester(device, Wishes(self._keeps_leaves, self._on_departure))
+        digester = self[device] = open_digester(device, Wishes(self._leaf_limit_bytes, self._on_departure))
         return digester
 
 
@@ -471,7 +473,8 @@ class StepBuilder:
         record = self.record
         for device, owed in self._owed.items():
             digester = self._digesters[device]
-            known = {ticket: digester.resolve(ticket) for ticket in dict.fromkeys(owed.values())}
+            tickets = list(dict.fromkeys(owed.values()))
+            known = dict(zip(tickets, digester.resolve_many(tickets), strict=True))
             for index, ticket in owed.items():
                 record.digests[index], record.leaves[index] = known[ticket]
         self._owed.clear()

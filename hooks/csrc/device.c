@@ -1,6 +1,8 @@
 /* What a device's digester does for every tensor: `device_digest.py`. */
 #include "native.h"
 
+#include <time.h>
+
 #include "xxh3.h"
 
 #define MAX_JOINED_LEAVES 8192 /* as `device_digest.MAX_JOINED_LEAVES`: of more, the hash is updated piece by piece */
@@ -89,14 +91,14 @@ end:
 
 /* Digest one ticket's leaves, as `DeviceDigester._receive`; -1 with an error set. */
 static int receive_one(PyObject *ticket, PyObject *kind, const uint8_t *leaves, Py_ssize_t leaves_bytes, PyObject *kinds,
-                       PyObject *known, PyObject *keeps_leaves)
+                       PyObject *known, Py_ssize_t limit_bytes)
 {
     PyObject *header = PyObject_Call(digest_header, kind, NULL), *digest = NULL, *kept = NULL, *found = NULL;
     int failed = -1;
     if (header == NULL || !PyBytes_Check(header))
         goto end;
-    int is_kept = is_true(PyObject_CallOneArg(keeps_leaves, PyTuple_GET_ITEM(kind, 2)));
-    if (is_kept < 0 || (digest = digest_leaves(header, leaves, leaves_bytes)) == NULL ||
+    int is_kept = PyLong_AsSsize_t(PyTuple_GET_ITEM(kind, 2)) <= limit_bytes;
+    if ((digest = digest_leaves(header, leaves, leaves_bytes)) == NULL ||
         (kept = PyBytes_FromStringAndSize((const char *)leaves, is_kept ? leaves_bytes : 0)) == NULL ||
         (found = PyTuple_Pack(2, digest, kept)) == NULL)
         goto end;
@@ -113,9 +115,10 @@ end:
 
 PyObject *receive_leaves(PyObject *module, PyObject *args)
 {
-    PyObject *tickets, *firsts, *counts, *landed, *kinds, *known, *keeps_leaves;
-    if (!PyArg_ParseTuple(args, "O!O!O!OO!O!O", &PyList_Type, &tickets, &PyList_Type, &firsts, &PyList_Type, &counts,
-                          &landed, &PyDict_Type, &kinds, &PyDict_Type, &known, &keeps_leaves))
+    PyObject *tickets, *firsts, *counts, *landed, *kinds, *known;
+    Py_ssize_t limit_bytes;
+    if (!PyArg_ParseTuple(args, "O!O!O!OO!O!n", &PyList_Type, &tickets, &PyList_Type, &firsts, &PyList_Type, &counts,
+                          &landed, &PyDict_Type, &kinds, &PyDict_Type, &known, &limit_bytes))
         return NULL;
     Py_buffer view;
     if (PyObject_GetBuffer(landed, &view, PyBUF_SIMPLE) < 0)
@@ -143,7 +146,7 @@ PyObject *receive_leaves(PyObject *module, PyObject *args)
         Py_INCREF(kind);
         if (count == (num_bytes + LEAF_BYTES - 1) / LEAF_BYTES && count <= MAX_JOINED_LEAVES)
             failed = receive_one(ticket, kind, (const uint8_t *)view.buf + first * XXH3_DIGEST_BYTES,
-                                 count * XXH3_DIGEST_BYTES, kinds, known, keeps_leaves);
+                                 count * XXH3_DIGEST_BYTES, kinds, known, limit_bytes);
         else {
             PyObject *place = PyLong_FromSsize_t(index);
             failed = place == NULL ? -1 : PyList_Append(rest, place);
@@ -156,4 +159,38 @@ PyObject *receive_leaves(PyObject *module, PyObject *args)
     }
     PyBuffer_Release(&view);
     return rest;
+}
+
+/* Whether a number has been reached, of numbers that grow one by one modulo `modulus`. */
+static int is_reached(const volatile int64_t *word, long long number, long long modulus)
+{
+    long long ahead = (*word - number) % modulus;
+    return (ahead < 0 ? ahead + modulus : ahead) < modulus / 2;
+}
+
+PyObject *wait_for_number(PyObject *module, PyObject *args)
+{
+    unsigned long long address;
+    long long number, modulus;
+    double pause_s, timeout_s;
+    if (!PyArg_ParseTuple(args, "KLLdd", &address, &number, &modulus, &pause_s, &timeout_s))
+        return NULL;
+    if (address == 0 || modulus < 2 || !(pause_s >= 0 && pause_s < 1) || !(timeout_s >= 0)) {
+        PyErr_SetString(PyExc_ValueError, "wait_for_number takes an address, a number, a modulus of two or more and times");
+        return NULL;
+    }
+    const volatile int64_t *word = (const volatile int64_t *)(uintptr_t)address;
+    struct timespec pause = {0, (long)(pause_s * 1e9)}, now;
+    int reached;
+    Py_BEGIN_ALLOW_THREADS;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    double end_s = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec + timeout_s;
+    while (!(reached = is_reached(word, number, modulus))) {
+        nanosleep(&pause, NULL);
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        if ((double)now.tv_sec + 1e-9 * (double)now.tv_nsec > end_s)
+            break;
+    }
+    Py_END_ALLOW_THREADS;
+    return PyBool_FromLong(reached);
 }

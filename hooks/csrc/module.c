@@ -4,7 +4,7 @@
  * another implementation of Python. What is not plain goes back to the Python.
  *
  * Only Python's C API is used, no header of PyTorch's: tensors are asked through their Python methods, so that one
- * build serves every version of PyTorch. The interpreter's lock is held throughout.
+ * build serves every version of PyTorch. The interpreter's lock is held, but for waiting.
  */
 #include "native.h"
 
@@ -74,6 +74,8 @@ static PyMethodDef methods[] = {
     {"places_of", FAST(places_of), "As `layout.places_of_portably`; None where a tensor's memory is not there."},
     {"receive_leaves", receive_leaves, METH_VARARGS,
      "As `DeviceDigester._receive` for tickets whose leaves come in one flight; return the places of the others."},
+    {"wait_for_number", wait_for_number, METH_VARARGS,
+     "Wait until the int64 at an address has reached a number, the interpreter's lock let go; say whether it has."},
     {"run_operation", FAST(run_operation), "As `OpHooks._run`."},
     {"begin_operation", FAST(begin_operation), "As `OpHooks._begin`."},
     {"end_operation", FAST(end_operation), "As `OpHooks._end`."},

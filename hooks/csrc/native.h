@@ -163,5 +163,6 @@ PyObject *end_operation(PyObject *module, PyObject *const *args, Py_ssize_t num_
 PyObject *plain_on_device(PyObject *module, PyObject *tensor);
 PyObject *places_of(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 PyObject *receive_leaves(PyObject *module, PyObject *args);
+PyObject *wait_for_number(PyObject *module, PyObject *args);
 
 #endif

@@ -279,7 +279,7 @@ def test_a_full_ring_waits_and_loses_nothing(host: OnHost) -> None:
 
 
 def test_leaf_digests_that_nobody_keeps_are_dropped_as_they_arrive_and_the_digest_is_whole() -> None:
-    host = OnHost(wishes=Wishes(keeps_leaves=lambda num_bytes: num_bytes <= 2 * LEAF_BYTES))
+    host = OnHost(wishes=Wishes(leaf_limit_bytes=lambda: 2 * LEAF_BYTES))
     tensors = [random_bytes(2 * LEAF_BYTES), random_bytes(2 * LEAF_BYTES + 1), random_bytes(100 * LEAF_BYTES)]
     tickets = host.digester.submit_many(tensors)
     expected = [expected_digest(tensor) for tensor in tensors]

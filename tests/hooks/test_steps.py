@@ -43,6 +43,10 @@ class Device:
         self._known[ticket] = b"", b""
         return found
 
+    def resolve_many(self, tickets: Sequence[int]) -> list[tuple[bytes, bytes]]:
+        """Return what `resolve` returns, of many."""
+        return [self.resolve(ticket) for ticket in tickets]
+
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
