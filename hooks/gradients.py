@@ -265,6 +265,8 @@ class GradientHooks:
         recorder = self._recorder
         if not recorder.is_active or not recorder.current.is_kept:
             return
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return  # a compiler traces a backward, unless it finds it in its cache
         builder = recorder.current
         self._enter(builder)
         nested = in_backward()

@@ -163,8 +163,10 @@ class OpHooks(UnseenMode):
         self._last: tuple[tuple[object, ...], Location] | None = None
         """A place, and the location that it is; in one, for several threads of autograd may run."""
         self._scalars: dict[str, tuple[Kind, bytes, bytes, str]] = {}
-        self._state: set[int] = set()
-        self._no_state: set[int] = set()
+        self._state: dict[int, _Memory] = {}
+        self._no_state: dict[int, _Memory] = {}
+        """Storages of this step that are parameters, buffers, gradients or optimizer state, and others; that they are
+        referred to keeps their numbers from being given to other storages meanwhile."""
         self._state_of: StepBuilder | None = None
         self._is_entered = False
         self._launches = LaunchHooks(self.launch)
@@ -349,7 +351,7 @@ class OpHooks(UnseenMode):
                 read_sites.append(sites[name])
                 sources.append(memory.events if memory.builder is builder else ())
             else:
-                read_sites.append(self._site_of_unwritten(where, sites[name], storage))
+                read_sites.append(self._site_of_unwritten(where, sites[name], tensor, storage))
                 sources.append(())
             read.append(tensor)
         inputs = [*chain.from_iterable(builder.add_all_computed(read_sites, read, group, sources))]
@@ -361,10 +363,10 @@ class OpHooks(UnseenMode):
         line = self._lines.note(where.phase) if self._lines is not None else None
         return builder, sites, group, tuple(inputs), written, storages, line
 
-    def _site_of_unwritten(self, where: Location, site: Site, storage: int | None) -> Site:
+    def _site_of_unwritten(self, where: Location, site: Site, tensor: torch.Tensor, storage: int | None) -> Site:
         """Return under which site an argument is recorded that no operation wrote: data, whichever phase reads it."""
         builder = where.builder
-        if self._is_state(builder, storage):
+        if self._is_state(builder, tensor, storage):
             return site
         number = builder.count(Phase.BATCH, where.root, where.path, site.slot, where.is_eval)
         return builder.same(site._replace(phase=Phase.BATCH, occurrence=number))
@@ -487,25 +489,26 @@ class OpHooks(UnseenMode):
                 memory.begin_again(tensor)
                 memory.written = (0, 0) if is_fresh else None
 
-    def _is_state(self, builder: StepBuilder, storage: int | None) -> bool:
+    def _is_state(self, builder: StepBuilder, tensor: torch.Tensor, storage: int | None) -> bool:
         if self._state_of is not builder:
             self._state_of = builder
-            self._state, self._no_state = set(), set()
+            self._state, self._no_state = {}, {}
         if storage in self._state:
             return True
         if storage is None or storage in self._no_state:
             return False
-        found: set[int | None] = set()
+        found: dict[int | None, torch.Tensor] = {}
         for _, _, _, held in self._recorder.living_tensors():
-            found.add(storage_id(held))
+            found[storage_id(held)] = held
             if held.grad is not None:
-                found.add(storage_id(held.grad))
+                found[storage_id(held.grad)] = held.grad
         for _, _, _, value in self._recorder.optimizers.states(self._recorder.optimizers.holdings()):
             if isinstance(value, torch.Tensor):
-                found.add(storage_id(value))
-        self._state = {entry for entry in found if entry is not None}
+                found[storage_id(value)] = value
+        known = self._state
+        self._state = {key: known.get(key) or _Memory(held) for key, held in found.items() if key is not None}
         if storage not in self._state:
-            self._no_state.add(storage)
+            self._no_state[storage] = _Memory(tensor)
         return storage in self._state
 
     def forget(self) -> None:
@@ -514,7 +517,8 @@ class OpHooks(UnseenMode):
         for memory in self._memory.values():
             if memory.builder is not self._recorder.current:
                 memory.builder, memory.events = None, ()
-        self._last = None
+        self._last = self._state_of = None
+        self._state, self._no_state = {}, {}
 
     def _sweep(self) -> None:
         """Drop what is gone. Before long: what is known of a storage keeps a few of its bytes where they lie,

@@ -370,12 +370,10 @@ class Recorder:
         if self._is_strict:
             raise error
         if self.is_active:
-            where = traceback.extract_tb(error.__traceback__)[-1]
+            frames = traceback.extract_tb(error.__traceback__)  # none where all of it was compiled
+            where = f"at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "in compiled code"
             self._fail(
-                RecordingError(
-                    f"step {self.current.step}: recording failed at {Path(where.filename).name}:{where.lineno}: "
-                    f"{type(error).__name__}: {error}"
-                )
+                RecordingError(f"step {self.current.step}: recording failed {where}: {type(error).__name__}: {error}")
             )
 
     def _begin_initial(self, builder: StepBuilder) -> None:

@@ -286,13 +286,21 @@ def _gather(tensor: torch.Tensor) -> Bytes:
     address = _address(tensor, span_bytes)
     if address == 0:
         return np.zeros(tensor.nbytes, np.uint8)
-    memory = memory_at(address, span_bytes)
-    return np.frombuffer(_in_order(np.ndarray(shape, _WORD[itemsize], memory, 0, strides)), np.uint8)
+    return np.frombuffer(_in_order(_view(address, span_bytes, shape, strides, itemsize)), np.uint8)
 
 
 def _span_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
     """Return the bytes from a tensor's first element to the end of its last, `strides` in bytes."""
     return itemsize + sum([(extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)])
+
+
+def _view(
+    address: int, span_bytes: int, shape: Sequence[int], strides: Sequence[int], itemsize: int
+) -> npt.NDArray[Any]:
+    """Return memory as an array of any strides, dimensions of one element left out: numpy's are limited in number."""
+    longer = [(extent, stride) for extent, stride in zip(shape, strides, strict=True) if extent > 1]
+    extents, steps = zip(*longer, strict=True) if longer else ((), ())
+    return np.ndarray(extents, _WORD[itemsize], memory_at(address, span_bytes), 0, steps)
 
 
 def _in_order(view: npt.NDArray[Any]) -> bytes | memoryview:
@@ -407,8 +415,7 @@ def digest_plain_portably(tensor: torch.Tensor) -> tuple[Kind, bytes, bytes] | N
         return None
     if is_contiguous:
         return kind, *digest_memory(header, address, num_bytes)
-    memory = memory_at(address, span_bytes)
-    return kind, *digest_buffer(header, _in_order(np.ndarray(kind[1], _WORD[itemsize], memory, 0, strides)))
+    return kind, *digest_buffer(header, _in_order(_view(address, span_bytes, kind[1], strides, itemsize)))
 
 
 def plain_on_device_portably(tensor: torch.Tensor) -> Kind | None:

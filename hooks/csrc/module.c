@@ -32,7 +32,11 @@ static PyObject *hash_bytes(PyObject *module, PyObject *data)
 static PyObject *choose(PyObject *module, PyObject *limit)
 {
     const char *name = PyUnicode_AsUTF8(limit);
-    return name == NULL ? NULL : PyUnicode_FromString(xxh3_choose(name));
+    if (name == NULL)
+        return NULL;
+    if (strcmp(name, "portable") != 0 && strcmp(name, "avx2") != 0 && strcmp(name, "avx512") != 0)
+        return PyErr_Format(PyExc_ValueError, "portable, avx2 or avx512, not %R", limit);
+    return PyUnicode_FromString(xxh3_choose(name));
 }
 
 static const struct {
@@ -41,6 +45,16 @@ static const struct {
 } needs[] = {
 #define LIST_NEED(NEED) {#NEED, &NEED},
     NEEDS(LIST_NEED)};
+
+int is_configured(size_t begin, size_t end)
+{
+    for (size_t index = begin; index < end; index++)
+        if (*needs[index].place == NULL) {
+            PyErr_Format(PyExc_RuntimeError, "configure was not given %s", needs[index].name);
+            return 0;
+        }
+    return 1;
+}
 
 static PyObject *configure(PyObject *module, PyObject *args, PyObject *given)
 {
@@ -55,6 +69,8 @@ static PyObject *configure(PyObject *module, PyObject *args, PyObject *given)
             index++;
         if (index == count)
             return PyErr_Format(PyExc_TypeError, "configure knows no %R", name);
+        if (needs[index].place == &loaded_modules && !PyDict_Check(value))
+            return PyErr_Format(PyExc_TypeError, "loaded_modules is a dict, not %R", Py_TYPE(value));
         Py_XSETREF(*needs[index].place, Py_NewRef(value));
     }
     Py_RETURN_NONE;

@@ -76,26 +76,37 @@
     NAME(untyped_storage)                                                                                              \
     NAME(values)
 
-/* Objects that `configure` is given, by name. */
+/* Objects that `configure` is given, by name: first those that a tensor's digest takes. */
 #define NEEDS(NEED)                                                                                                    \
+    NEED(is_functorch)                                                                                                 \
+    NEED(parameter_type)                                                                                               \
+    NEED(plain_kinds)                                                                                                  \
+    NEED(strided_layout)                                                                                               \
+    NEED(tensor_type)                                                                                                  \
+    NEED(free_weak_ref)                                                                                                \
     NEED(alone)                                                                                                        \
     NEED(current_node)                                                                                                 \
     NEED(digest_header)                                                                                                \
-    NEED(free_weak_ref)                                                                                                \
     NEED(graph_task)                                                                                                   \
     NEED(is_distributed)                                                                                               \
     NEED(is_expired)                                                                                                   \
-    NEED(is_functorch)                                                                                                 \
     NEED(loaded_modules)                                                                                               \
     NEED(local_depth)                                                                                                  \
     NEED(member_names)                                                                                                 \
     NEED(no_function)                                                                                                  \
-    NEED(parameter_type)                                                                                               \
-    NEED(plain_kinds)                                                                                                  \
     NEED(set_eval_frame)                                                                                               \
-    NEED(strided_layout)                                                                                               \
-    NEED(tell_error)                                                                                                   \
-    NEED(tensor_type)
+    NEED(tell_error)
+
+#define COUNT_NEED(NEED) NEED_##NEED,
+enum { NEEDS(COUNT_NEED) NUM_NEEDS };
+
+/* Whether `configure` was given all from `begin` up to `end`; an error is set where it was not. */
+int is_configured(size_t begin, size_t end);
+
+static inline int can_digest(void)
+{
+    return is_configured(0, NEED_free_weak_ref);
+}
 
 #define DECLARE_NAME(NAME) extern PyObject *name_##NAME;
 #define DECLARE_NEED(NEED) extern PyObject *NEED;
@@ -122,15 +133,15 @@ static inline int says(PyObject *object, PyObject *method)
     return is_true(PyObject_CallMethodNoArgs(object, method));
 }
 
-/* Call a method that gives a number; -1 with an error set where it fails. */
+/* Call a method that gives a number; -1 where it fails, with an error set, to be asked for. */
 static inline long long number_of(PyObject *object, PyObject *method)
 {
     PyObject *answer = PyObject_CallMethodNoArgs(object, method);
     if (answer == NULL)
         return -1;
-    unsigned long long number = PyLong_AsUnsignedLongLongMask(answer);
+    unsigned long long number = PyLong_AsUnsignedLongLongMask(answer); /* an address may have its highest bit set */
     Py_DECREF(answer);
-    return PyErr_Occurred() ? -1 : (long long)number;
+    return (long long)number;
 }
 
 static inline int is_tensor(PyObject *value)

@@ -6,11 +6,62 @@
 
 #include <structmember.h>
 
+/* Places of the fields of `OpFacts`, of `Location`, of `Group` and of `Opened`. */
+enum {
+    FACTS_NAME,
+    FACTS_IS_RECORDED,
+    FACTS_IS_EMPTY,
+    FACTS_DRAWS,
+    FACTS_WRITTEN,
+    FACTS_UNREAD,
+    FACTS_ARGUMENTS,
+    FACTS_IS_SCALING,
+    FACTS_PRIVATE,
+    NUM_FACTS
+};
+enum { WHERE_BUILDER, WHERE_PHASE, WHERE_ROOT, WHERE_PATH, WHERE_PARENT, WHERE_IS_EVAL, WHERE_NODE, NUM_WHERE };
+enum { GROUP_OP = 3, GROUP_PARENT, NUM_GROUP };
+enum { OPENED_BUILDER, OPENED_SITES, OPENED_GROUP, OPENED_INPUTS, OPENED_WRITTEN, OPENED_STORAGES, OPENED_LINE, NUM_OPENED };
 
-/* Places of the fields of `OpFacts`, of `Location` and of `Group`. */
-enum { FACTS_NAME, FACTS_DRAWS = 3, FACTS_WRITTEN, FACTS_UNREAD, FACTS_ARGUMENTS, FACTS_IS_SCALING, FACTS_PRIVATE };
-enum { WHERE_BUILDER, WHERE_PHASE, WHERE_ROOT, WHERE_PATH, WHERE_PARENT, WHERE_IS_EVAL, WHERE_NODE };
-enum { GROUP_OP = 3, GROUP_PARENT };
+/* The members of these tuples are read where they lie, so a tuple is looked at first: 1; 0 with an error set. */
+static int is_tuple_of(PyObject *value, Py_ssize_t count, const char *name)
+{
+    if (PyTuple_Check(value) && PyTuple_GET_SIZE(value) == count)
+        return 1;
+    PyErr_Format(PyExc_TypeError, "%s, not %R", name, value);
+    return 0;
+}
+
+static int is_facts(PyObject *facts)
+{
+    if (!is_tuple_of(facts, NUM_FACTS, "OpFacts"))
+        return 0;
+    if (PyTuple_Check(PyTuple_GET_ITEM(facts, FACTS_WRITTEN)) && PyAnySet_Check(PyTuple_GET_ITEM(facts, FACTS_UNREAD)) &&
+        PyTuple_Check(PyTuple_GET_ITEM(facts, FACTS_ARGUMENTS)) && PyTuple_Check(PyTuple_GET_ITEM(facts, FACTS_PRIVATE)))
+        return 1;
+    PyErr_Format(PyExc_TypeError, "OpFacts, not %R", facts);
+    return 0;
+}
+
+static int is_where(PyObject *where)
+{
+    if (!is_tuple_of(where, NUM_WHERE, "a Location"))
+        return 0;
+    if (PyUnicode_Check(PyTuple_GET_ITEM(where, WHERE_NODE)))
+        return 1;
+    PyErr_Format(PyExc_TypeError, "a Location, not %R", where);
+    return 0;
+}
+
+static int is_opened(PyObject *opened)
+{
+    if (!is_tuple_of(opened, NUM_OPENED, "what was opened"))
+        return 0;
+    if (PyList_Check(PyTuple_GET_ITEM(opened, OPENED_WRITTEN)) && PyAnySet_Check(PyTuple_GET_ITEM(opened, OPENED_STORAGES)))
+        return 1;
+    PyErr_Format(PyExc_TypeError, "what was opened, not %R", opened);
+    return 0;
+}
 
 /* --- who last wrote a storage */
 
@@ -40,7 +91,7 @@ static int look_at(Memory *memory, PyObject *tensor)
 static PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *tensor;
-    if (!PyArg_ParseTuple(args, "O", &tensor))
+    if (!is_configured(NEED_free_weak_ref, NEED_free_weak_ref + 1) || !PyArg_ParseTuple(args, "O", &tensor))
         return NULL;
     Memory *memory = (Memory *)type->tp_alloc(type, 0);
     if (memory != NULL && ((memory->events = PyTuple_New(0)) == NULL || look_at(memory, tensor) < 0))
@@ -71,6 +122,7 @@ static int memory_traverse(PyObject *self, visitproc visit, void *arg)
 {
     Memory *memory = (Memory *)self;
     Py_VISIT(Py_TYPE(self));
+    Py_VISIT(memory->weak);
     Py_VISIT(memory->written);
     Py_VISIT(memory->builder);
     Py_VISIT(memory->events);
@@ -97,7 +149,7 @@ static void memory_dealloc(PyObject *self)
         PyErr_Fetch(&error_type, &error, &traceback);
         PyObject *freed = PyObject_CallOneArg(free_weak_ref, memory->weak);
         if (freed == NULL)
-            PyErr_WriteUnraisable(self);
+            PyErr_WriteUnraisable(free_weak_ref); /* not `self`, which nobody may hold any more */
         Py_XDECREF(freed);
         Py_DECREF(memory->weak);
         PyErr_Restore(error_type, error, traceback);
@@ -155,7 +207,10 @@ static Memory *known_memory(PyObject *memories, PyObject *storage)
 /* Whether the storage that it stands for was freed; -1 with an error set. */
 static int is_gone(Memory *memory)
 {
-    return is_true(PyObject_CallOneArg(is_expired, memory->weak));
+    PyObject *weak = Py_NewRef(memory->weak);
+    int truth = is_true(PyObject_CallOneArg(is_expired, weak));
+    Py_DECREF(weak);
+    return truth;
 }
 
 /* Return what is known of a storage, NULL where nothing is or it was freed; an error may be set. */
@@ -226,8 +281,13 @@ static int sort_arguments(PyObject *facts, PyObject *args, PyObject *kwargs, PyO
     int sorted = 1;
     for (Py_ssize_t index = 0; sorted == 1 && index < num_names && index < num_values; index++)
         sorted = sort_argument(PyTuple_GET_ITEM(names, index), PyTuple_GET_ITEM(args, index), tensors, scalars);
-    for (Py_ssize_t position = 0; sorted == 1 && PyDict_Next(kwargs, &position, &name, &value);)
+    for (Py_ssize_t position = 0; sorted == 1 && PyDict_Next(kwargs, &position, &name, &value);) {
+        Py_INCREF(name);
+        Py_INCREF(value);
         sorted = sort_argument(name, value, tensors, scalars);
+        Py_DECREF(name);
+        Py_DECREF(value);
+    }
     return sorted;
 }
 
@@ -257,7 +317,7 @@ static PyObject *add_computed(PyObject *builder, PyObject *sites, PyObject *tens
         is_elsewhere = has(PyList_GET_ITEM(tensors, 0), name_is_cuda);
     if (is_elsewhere < 0)
         return NULL;
-    if (is_elsewhere) {
+    if (is_elsewhere) { /* on a device, or a collective may be writing one */
         added = PyObject_CallMethodObjArgs(builder, name_add_all_computed, sites, tensors, group, sources, NULL);
         if (added == NULL || (PyList_Check(added) && PyList_GET_SIZE(added) == count))
             return added;
@@ -304,6 +364,10 @@ static int read_argument(PyObject *hooks, PyObject *where, PyObject *facts, PyOb
     int failed = -1, is_written = 0;
     if (storage == NULL)
         return -1;
+    if (!PyUnicode_Check(name)) {
+        PyErr_Format(PyExc_TypeError, "an argument's name is a string, not %R", name);
+        goto end;
+    }
     if (PyTuple_GET_SIZE(writes) > 0 || PySet_GET_SIZE(unread) > 0) {
         Py_ssize_t dot = PyUnicode_FindChar(name, '.', 0, PyUnicode_GET_LENGTH(name), 1);
         argument = dot < 0 ? Py_NewRef(name) : PyUnicode_Substring(name, 0, dot);
@@ -341,7 +405,7 @@ static int read_argument(PyObject *hooks, PyObject *where, PyObject *facts, PyOb
         int is_own = memory->builder == PyTuple_GET_ITEM(where, WHERE_BUILDER);
         sources = is_own && memory->events != NULL ? Py_NewRef(memory->events) : PyTuple_New(0);
     } else {
-        PyObject *own = PyObject_CallMethodObjArgs(hooks, name__site_of_unwritten, where, site, storage, NULL);
+        PyObject *own = PyObject_CallMethodObjArgs(hooks, name__site_of_unwritten, where, site, tensor, storage, NULL);
         Py_SETREF(site, own);
         sources = own != NULL ? PyTuple_New(0) : NULL;
     }
@@ -363,10 +427,11 @@ end:
 static int read_arguments(PyObject *hooks, PyObject *where, PyObject *facts, PyObject *sites, PyObject *group,
                           PyObject *given, PyObject *inputs, PyObject *written, PyObject *storages)
 {
-    PyObject *memories = PyObject_GetAttr(hooks, name__memory), *added = NULL;
+    PyObject *memories = NULL, *added = NULL;
     Reading reading = {PyList_New(0), PyList_New(0), PyList_New(0), written, storages};
     int failed = -1;
-    if (memories == NULL || reading.sites == NULL || reading.tensors == NULL || reading.sources == NULL)
+    if (reading.sites == NULL || reading.tensors == NULL || reading.sources == NULL ||
+        (memories = PyObject_GetAttr(hooks, name__memory)) == NULL)
         goto end;
     for (Py_ssize_t index = 0; index < PyList_GET_SIZE(given); index++) {
         PyObject *pair = PyList_GET_ITEM(given, index);
@@ -405,9 +470,12 @@ static int read_scalars(PyObject *hooks, PyObject *builder, PyObject *sites, PyO
         }
         goto end;
     }
+    if (!is_tuple_of(known, 4, "a text's kind, digest, leaves and value"))
+        goto end;
     Py_INCREF(known);
-    PyObject *record = PyObject_GetAttr(builder, name_record), *values = NULL, *event = NULL, *none = PyTuple_New(0);
-    if (record != NULL && none != NULL && (values = PyObject_GetAttr(record, name_values)) != NULL) {
+    PyObject *none = PyTuple_New(0), *record = none != NULL ? PyObject_GetAttr(builder, name_record) : NULL;
+    PyObject *values = NULL, *event = NULL;
+    if (record != NULL && (values = PyObject_GetAttr(record, name_values)) != NULL) {
         Py_ssize_t index = add_event(record, site, PyTuple_GET_ITEM(known, 0), PyTuple_GET_ITEM(known, 1),
                                      PyTuple_GET_ITEM(known, 2), group, none);
         if (index >= 0 && (event = PyLong_FromSsize_t(index)) != NULL)
@@ -432,12 +500,12 @@ static int is_seldom(PyObject *hooks, PyObject *facts, PyObject *kwargs)
     if (PyTuple_GET_ITEM(facts, FACTS_DRAWS) == Py_True ||
         (PyTuple_GET_ITEM(facts, FACTS_IS_SCALING) == Py_True && PyDict_GET_SIZE(kwargs) > 0))
         return 1;
-    PyObject *capture = PyObject_GetAttr(hooks, name__capture), *lines = PyObject_GetAttr(hooks, name__lines);
+    PyObject *capture = PyObject_GetAttr(hooks, name__capture);
+    PyObject *lines = capture != NULL ? PyObject_GetAttr(hooks, name__lines) : NULL;
+    int seldom = lines == NULL ? -1 : capture != Py_None || lines != Py_None;
     Py_XDECREF(capture);
     Py_XDECREF(lines);
-    if (capture == NULL || lines == NULL)
-        return -1;
-    return capture != Py_None || lines != Py_None;
+    return seldom;
 }
 
 /* --- where it runs */
@@ -457,14 +525,14 @@ static PyObject *locate(PyObject *hooks)
     if (PyErr_Occurred() || !PyList_Check(stack))
         goto ask;
     call = PyList_GET_SIZE(stack) > 0 ? PyList_GET_ITEM(stack, PyList_GET_SIZE(stack) - 1) : Py_None;
-    if (!PyTuple_Check(last) || (call == Py_None && !is_backward))
+    if (!PyTuple_Check(last) || PyTuple_GET_SIZE(last) != 2 || (call == Py_None && !is_backward))
         goto ask;
     if ((builder = PyObject_GetAttr(recorder, name_current)) == NULL ||
         (gradients = PyObject_GetAttr(recorder, name_gradients)) == NULL ||
         (owners = PyObject_GetAttr(gradients, name_owners)) == NULL)
         goto end;
     PyObject *place = PyTuple_GET_ITEM(last, 0);
-    if (PyTuple_GET_ITEM(place, 0) != builder || PyTuple_GET_ITEM(place, 1) != owners ||
+    if (!PyTuple_Check(place) || PyTuple_GET_SIZE(place) != 5 || PyTuple_GET_ITEM(place, 0) != builder || PyTuple_GET_ITEM(place, 1) != owners ||
         PyTuple_GET_ITEM(place, 2) != call)
         goto ask;
     if (is_backward) {
@@ -492,6 +560,8 @@ ask:
     if (!PyErr_Occurred())
         where = PyObject_CallMethodNoArgs(hooks, name__locate);
 end:
+    if (where != NULL && !is_where(where))
+        Py_CLEAR(where);
     Py_XDECREF(recorder);
     Py_XDECREF(modules);
     Py_XDECREF(local);
@@ -516,6 +586,8 @@ static PyObject *open_group(PyObject *builder, PyObject *sites, PyObject *facts,
     if (group == NULL || (known_node = PyObject_GetAttr(sites, name__node)) == NULL)
         goto end;
     int is_same = group != Py_None;
+    if (is_same && !is_tuple_of(group, NUM_GROUP, "a Group"))
+        goto end;
     if (is_same)
         is_same = PyObject_RichCompareBool(PyTuple_GET_ITEM(group, GROUP_PARENT), parent, Py_EQ);
     if (is_same > 0)
@@ -553,9 +625,11 @@ typedef struct {
 
 static int change_depth(long by)
 {
-    PyObject *depth = PyObject_GetAttr(local_depth, name_depth);
-    PyObject *now = depth != NULL ? PyLong_FromLong(PyLong_AsLong(depth) + by) : NULL;
-    int failed = now == NULL || PyErr_Occurred() ? -1 : PyObject_SetAttr(local_depth, name_depth, now);
+    PyObject *depth = PyObject_GetAttr(local_depth, name_depth), *now = NULL;
+    long before = depth != NULL ? PyLong_AsLong(depth) : -1;
+    int failed = -1;
+    if (!PyErr_Occurred() && (now = PyLong_FromLong(before + by)) != NULL)
+        failed = PyObject_SetAttr(local_depth, name_depth, now);
     Py_XDECREF(depth);
     Py_XDECREF(now);
     return failed;
@@ -585,36 +659,50 @@ static int begin_pause(Pause *pause)
     return -1;
 }
 
-/* Put everything back, with or without an error set; an error of the recorder's own goes to who listens for it.
- * Returns `result`, or None where such an error ends here. */
+/* Hand an error of the recorder's own to who listens for it; return None where it ends there, NULL with an error set where
+ * it goes on to the program, as what is no Exception does: an interrupt. */
+static PyObject *tell(void)
+{
+    PyObject *type, *value, *traceback;
+    if (!PyErr_ExceptionMatches(PyExc_Exception))
+        return NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(value, traceback);
+    PyObject *told = PyObject_CallOneArg(tell_error, value);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+    return told;
+}
+
+/* Put everything back, with or without an error set; one that is set is told first. Returns `result`, or None where an
+ * error ended here. */
 static PyObject *end_pause(Pause *pause, PyObject *result)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    int failed = change_depth(-1);
     PyObject *left = PyObject_CallMethodObjArgs(pause->function, name___exit__, Py_None, Py_None, Py_None, NULL);
+    if (type != NULL) {
+        PyErr_Restore(type, value, traceback); /* in place of one that was set since */
+        Py_XSETREF(result, tell());
+    } else if (left == NULL)
+        Py_CLEAR(result);
+    PyErr_Fetch(&type, &value, &traceback);
+    int failed = change_depth(-1);
+    if (failed && type == NULL)
+        PyErr_Fetch(&type, &value, &traceback);
+    PyErr_Clear();
     PyObject *back = PyObject_CallOneArg(set_eval_frame, pause->dynamo);
+    if (type != NULL)
+        PyErr_Restore(type, value, traceback);
+    if (failed || back == NULL)
+        Py_CLEAR(result);
     Py_DECREF(pause->function);
     Py_DECREF(pause->dynamo);
     Py_XDECREF(left);
     Py_XDECREF(back);
-    if (failed || left == NULL || back == NULL) {
-        Py_XDECREF(type);
-        Py_XDECREF(value);
-        Py_XDECREF(traceback);
-        Py_XDECREF(result);
-        return NULL;
-    }
-    if (type == NULL)
-        return result;
-    Py_XDECREF(result);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    if (traceback != NULL)
-        PyException_SetTraceback(value, traceback);
-    result = PyObject_CallOneArg(tell_error, value);
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(traceback);
     return result;
 }
 
@@ -672,13 +760,13 @@ end:
 /* Whether a tensor has as many bytes as its storage, or more; -1 with an error set. */
 static int fills_storage(PyObject *tensor)
 {
-    PyObject *own = PyObject_GetAttr(tensor, name_nbytes), *storage = NULL;
-    if (own == NULL || (storage = PyObject_CallMethodNoArgs(tensor, name_untyped_storage)) == NULL) {
-        Py_XDECREF(own);
+    PyObject *own = PyObject_GetAttr(tensor, name_nbytes);
+    long long own_bytes = own != NULL ? PyLong_AsLongLong(own) : -1;
+    Py_XDECREF(own);
+    PyObject *storage = PyErr_Occurred() ? NULL : PyObject_CallMethodNoArgs(tensor, name_untyped_storage);
+    if (storage == NULL)
         return -1;
-    }
-    long long own_bytes = PyLong_AsLongLong(own), storage_bytes = number_of(storage, name_nbytes);
-    Py_DECREF(own);
+    long long storage_bytes = number_of(storage, name_nbytes);
     Py_DECREF(storage);
     return PyErr_Occurred() ? -1 : own_bytes >= storage_bytes;
 }
@@ -706,11 +794,11 @@ static Memory *memory_of(PyObject *hooks, PyObject *memories, PyObject *tensor, 
 }
 
 /* Note what was written, as `OpHooks._note_write`; -1 with an error set. */
-static int note_write(PyObject *hooks, PyObject *memories, PyObject *builder, PyObject *tensor, PyObject *storage,
-                      PyObject *events, int is_new)
+static int note_write(PyObject *hooks, PyObject *builder, PyObject *tensor, PyObject *storage, PyObject *events, int is_new)
 {
-    Memory *memory = memory_of(hooks, memories, tensor, storage);
-    PyObject *now = NULL;
+    PyObject *memories = PyObject_GetAttr(hooks, name__memory), *now = NULL; /* `_memory_of` may have made it anew */
+    Memory *memory = memories != NULL ? memory_of(hooks, memories, tensor, storage) : NULL;
+    Py_XDECREF(memories);
     if (memory == NULL)
         return PyErr_Occurred() ? -1 : 0;
     if (memory->written != NULL && memory->written != Py_None) {
@@ -724,9 +812,10 @@ static int note_write(PyObject *hooks, PyObject *memories, PyObject *builder, Py
         if ((now = PySequence_Tuple(events)) != NULL)
             Py_XSETREF(memory->builder, Py_NewRef(builder));
     } else if (replaces == 0) {
-        PyObject *list = PySequence_List(memory->events);
+        PyObject *before = Py_XNewRef(memory->events), *list = before != NULL ? PySequence_List(before) : PyList_New(0);
         if (list != NULL && extend(list, events) == 0)
             now = PyList_AsTuple(list);
+        Py_XDECREF(before);
         Py_XDECREF(list);
     }
     if (now != NULL)
@@ -781,36 +870,44 @@ static int take_results(PyObject *result, PyObject *storages, PyObject *wrote)
         return take_result(name_out, result, storages, wrote);
     PyObject *count = PyLong_FromSsize_t(PySequence_Fast_GET_SIZE(result));
     PyObject *slots = count != NULL ? PyObject_CallFunctionObjArgs(member_names, name_out, count, NULL) : NULL;
-    int failed = slots == NULL ? -1 : 0;
-    for (Py_ssize_t index = 0; !failed && index < PySequence_Fast_GET_SIZE(result); index++) {
-        PyObject *member = PySequence_Fast_GET_ITEM(result, index);
+    PyObject *members = slots != NULL ? PySequence_Tuple(result) : NULL;
+    int failed = members == NULL ? -1 : 0;
+    if (members != NULL && (!PyList_Check(slots) || PyList_GET_SIZE(slots) != PyTuple_GET_SIZE(members))) {
+        PyErr_SetString(PyExc_TypeError, "member_names gives a list with the name of each member");
+        failed = -1;
+    }
+    for (Py_ssize_t index = 0; !failed && index < PyTuple_GET_SIZE(members); index++) {
+        PyObject *member = PyTuple_GET_ITEM(members, index);
         if (member != Py_None)
             failed = take_result(PyList_GET_ITEM(slots, index), member, storages, wrote);
     }
     Py_XDECREF(count);
     Py_XDECREF(slots);
+    Py_XDECREF(members);
     return failed;
 }
 
-/* Places in `Opened`. */
-enum { OPENED_BUILDER, OPENED_SITES, OPENED_GROUP, OPENED_INPUTS, OPENED_WRITTEN, OPENED_STORAGES, OPENED_LINE };
-
 static PyObject *close_operation(PyObject *hooks, PyObject *facts, PyObject *opened, PyObject *given)
 {
+    if (!is_opened(opened))
+        return NULL;
     if (PyTuple_GET_ITEM(opened, OPENED_LINE) != Py_None || PyTuple_GET_SIZE(PyTuple_GET_ITEM(facts, FACTS_PRIVATE)) > 0 ||
         !is_plain_result(given))
         return PyObject_CallMethodObjArgs(hooks, name__end, facts, opened, given, NULL);
     PyObject *builder = PyTuple_GET_ITEM(opened, OPENED_BUILDER), *sites = PyTuple_GET_ITEM(opened, OPENED_SITES);
     PyObject *group = PyTuple_GET_ITEM(opened, OPENED_GROUP), *inputs = PyTuple_GET_ITEM(opened, OPENED_INPUTS);
     PyObject *written = PyTuple_GET_ITEM(opened, OPENED_WRITTEN), *added = NULL, *result = NULL;
-    PyObject *memories = PyObject_GetAttr(hooks, name__memory), *wrote = PySequence_List(written);
+    PyObject *wrote = PySequence_List(written);
     PyObject *places = PyList_New(0), *tensors = PyList_New(0), *sources = PyList_New(0);
-    if (memories == NULL || wrote == NULL || places == NULL || tensors == NULL || sources == NULL ||
+    if (wrote == NULL || places == NULL || tensors == NULL || sources == NULL ||
         take_results(given, PyTuple_GET_ITEM(opened, OPENED_STORAGES), wrote) < 0)
         goto end;
     Py_ssize_t count = PyList_GET_SIZE(wrote), num_written = PyList_GET_SIZE(written);
     for (Py_ssize_t index = 0; index < count; index++) {
-        PyObject *entry = PyList_GET_ITEM(wrote, index), *site = PyObject_GetItem(sites, PyTuple_GET_ITEM(entry, 0));
+        PyObject *entry = PyList_GET_ITEM(wrote, index);
+        if (!is_tuple_of(entry, 3, "a slot, a tensor and its storage"))
+            goto end;
+        PyObject *site = PyObject_GetItem(sites, PyTuple_GET_ITEM(entry, 0));
         if (site == NULL)
             goto end;
         int failed = PyList_Append(places, site) || PyList_Append(tensors, PyTuple_GET_ITEM(entry, 1)) ||
@@ -823,13 +920,12 @@ static PyObject *close_operation(PyObject *hooks, PyObject *facts, PyObject *ope
         goto end;
     for (Py_ssize_t index = 0; index < count; index++) {
         PyObject *entry = PyList_GET_ITEM(wrote, index);
-        if (note_write(hooks, memories, builder, PyTuple_GET_ITEM(entry, 1), PyTuple_GET_ITEM(entry, 2),
+        if (note_write(hooks, builder, PyTuple_GET_ITEM(entry, 1), PyTuple_GET_ITEM(entry, 2),
                        PyList_GET_ITEM(added, index), index >= num_written) < 0)
             goto end;
     }
     result = Py_NewRef(Py_None);
 end:
-    Py_XDECREF(memories);
     Py_XDECREF(wrote);
     Py_XDECREF(places);
     Py_XDECREF(tensors);
@@ -840,27 +936,26 @@ end:
 
 /* --- one operation from its beginning to its end */
 
-/* Places of the fields of `OpFacts` that say whether there is anything to record. */
-enum { FACTS_IS_RECORDED = 1, FACTS_IS_EMPTY };
-
-/* Return what is known of an operator, borrowed, where nothing keeps it from being recorded here or passed over here;
+/* Return what is known of an operator where nothing keeps it from being recorded here or passed over here;
  * NULL where the Python has to look, or with an error set. */
 static PyObject *facts_at_hand(PyObject *hooks, PyObject *func, PyObject *types)
 {
     if (PyObject_IsTrue(types) != 0)
         return NULL;
-    PyObject *recorder = PyObject_GetAttr(hooks, name__recorder), *depth = PyObject_GetAttr(local_depth, name_depth);
-    PyObject *known = PyObject_GetAttr(hooks, name__facts), *number = PyLong_FromVoidPtr(func), *facts = NULL;
-    PyObject *launches = PyObject_GetAttr(hooks, name__launches), *seen = NULL;
-    if (recorder == NULL || depth == NULL || known == NULL || number == NULL || launches == NULL ||
-        has(recorder, name_is_active) != 1 || PyLong_AsLong(depth) != 0 || !PyDict_Check(known))
+    PyObject *depth = NULL, *known = NULL, *number = NULL, *launches = NULL, *seen = NULL, *facts = NULL;
+    PyObject *recorder = PyObject_GetAttr(hooks, name__recorder);
+    if (recorder == NULL || has(recorder, name_is_active) != 1 ||
+        (depth = PyObject_GetAttr(local_depth, name_depth)) == NULL || PyLong_AsLong(depth) != 0 ||
+        (known = PyObject_GetAttr(hooks, name__facts)) == NULL || (number = PyLong_FromVoidPtr(func)) == NULL)
         goto end;
-    facts = PyDict_GetItemWithError(known, number);
-    if (facts == NULL || PyTuple_GET_ITEM(facts, FACTS_IS_EMPTY) == Py_True ||
-        (seen = PyObject_GetAttr(launches, name__num_modules)) == NULL ||
-        PyLong_AsSsize_t(seen) != PyDict_GET_SIZE(loaded_modules) ||
-        is_true(PyObject_CallNoArgs(is_distributed)) != 0)
-        facts = NULL;
+    facts = Py_XNewRef(PyDict_GetItemWithError(known, number));
+    if (facts != NULL &&
+        (!is_facts(facts) || PyTuple_GET_ITEM(facts, FACTS_IS_EMPTY) == Py_True ||
+         (launches = PyObject_GetAttr(hooks, name__launches)) == NULL ||
+         (seen = PyObject_GetAttr(launches, name__num_modules)) == NULL ||
+         PyLong_AsSsize_t(seen) != PyDict_GET_SIZE(loaded_modules) || PyErr_Occurred() ||
+         is_true(PyObject_CallNoArgs(is_distributed)) != 0))
+        Py_CLEAR(facts);
 end:
     Py_XDECREF(recorder);
     Py_XDECREF(depth);
@@ -868,7 +963,7 @@ end:
     Py_XDECREF(number);
     Py_XDECREF(launches);
     Py_XDECREF(seen);
-    return PyErr_Occurred() ? NULL : facts;
+    return facts;
 }
 
 PyObject *run_operation(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
@@ -877,13 +972,16 @@ PyObject *run_operation(PyObject *module, PyObject *const *args, Py_ssize_t num_
         PyErr_SetString(PyExc_TypeError, "run_operation takes hooks, an operator, types, arguments and named arguments");
         return NULL;
     }
+    if (!is_configured(0, NUM_NEEDS))
+        return NULL;
     PyObject *hooks = args[0], *func = args[1], *result = NULL, *facts = facts_at_hand(hooks, func, args[2]);
     if (facts == NULL)
         return PyErr_Occurred() ? NULL : PyObject_CallMethodObjArgs(hooks, name__run, func, args[2], args[3], args[4], NULL);
-    if (PyTuple_GET_ITEM(facts, FACTS_IS_RECORDED) != Py_True)
+    if (PyTuple_GET_ITEM(facts, FACTS_IS_RECORDED) != Py_True) {
+        Py_DECREF(facts);
         return PyObject_Call(func, args[3], args[4]);
+    }
     Pause pause;
-    Py_INCREF(facts);
     PyObject *opened = begin_pause(&pause) < 0 ? NULL : end_pause(&pause, open_operation(hooks, facts, args[3], args[4]));
     if (opened != NULL)
         result = PyObject_Call(func, args[3], args[4]);
@@ -903,19 +1001,23 @@ PyObject *run_operation(PyObject *module, PyObject *const *args, Py_ssize_t num_
 PyObject *begin_operation(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     Pause pause;
-    if (num_args != 4 || !PyTuple_Check(args[1]) || !PyTuple_Check(args[2]) || !PyDict_Check(args[3])) {
+    if (num_args != 4 || !PyTuple_Check(args[2]) || !PyDict_Check(args[3])) {
         PyErr_SetString(PyExc_TypeError, "begin_operation takes hooks, facts, arguments and named arguments");
         return NULL;
     }
-    return begin_pause(&pause) < 0 ? NULL : end_pause(&pause, open_operation(args[0], args[1], args[2], args[3]));
+    if (!is_configured(0, NUM_NEEDS) || !is_facts(args[1]) || begin_pause(&pause) < 0)
+        return NULL;
+    return end_pause(&pause, open_operation(args[0], args[1], args[2], args[3]));
 }
 
 PyObject *end_operation(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     Pause pause;
-    if (num_args != 4 || !PyTuple_Check(args[1]) || !PyTuple_Check(args[2])) {
+    if (num_args != 4) {
         PyErr_SetString(PyExc_TypeError, "end_operation takes hooks, facts, what was opened and a result");
         return NULL;
     }
-    return begin_pause(&pause) < 0 ? NULL : end_pause(&pause, close_operation(args[0], args[1], args[2], args[3]));
+    if (!is_configured(0, NUM_NEEDS) || !is_facts(args[1]) || !is_opened(args[2]) || begin_pause(&pause) < 0)
+        return NULL;
+    return end_pause(&pause, close_operation(args[0], args[1], args[2], args[3]));
 }

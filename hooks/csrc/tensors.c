@@ -65,26 +65,50 @@ typedef struct {
     PyObject *known;         /* its entry in the table of kinds, which is held until `release` */
     PyObject *kind, *header; /* borrowed from it */
     const uint8_t *data;
-    Py_ssize_t num_bytes;
-    int is_contiguous, num_dimensions;
-    Py_ssize_t itemsize;
+    Py_ssize_t num_bytes, itemsize;
+    long long span_bytes; /* from its first element to the end of its last */
+    int is_contiguous, num_dimensions; /* those of more than one element; as `shape` and `strides`, if not contiguous */
     int64_t shape[MAX_DIMENSIONS], strides[MAX_DIMENSIONS];
 } Plain;
 
-/* Read strides, in bytes, and return the bytes from the first element to the end of the last; -1 with an error set. */
-static long long read_strides(PyObject *tensor, PyObject *shape, Plain *plain)
+/* Whether elements are of a size that can be put in order. */
+static int can_copy(Py_ssize_t itemsize)
+{
+    return itemsize == 1 || itemsize == 2 || itemsize == 4 || itemsize == 8 || itemsize == 16;
+}
+
+/* Read the dimensions of more than one element, strides in bytes, and the bytes from the first element to the end of
+ * the last: 1; 0 where no memory is that large; -1 with an error set. */
+static int read_strides(PyObject *tensor, PyObject *shape, Plain *plain)
 {
     PyObject *strides = PyObject_CallMethodNoArgs(tensor, name_stride);
     if (strides == NULL)
         return -1;
-    long long span_bytes = plain->itemsize;
-    for (int dimension = 0; dimension < plain->num_dimensions; dimension++) {
-        plain->shape[dimension] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, dimension));
-        plain->strides[dimension] = PyLong_AsLongLong(PyTuple_GET_ITEM(strides, dimension)) * plain->itemsize;
-        span_bytes += (plain->shape[dimension] - 1) * plain->strides[dimension];
+    int found = 1;
+    plain->num_dimensions = 0;
+    plain->span_bytes = plain->itemsize;
+    if (!PyTuple_Check(strides) || PyTuple_GET_SIZE(strides) != PyTuple_GET_SIZE(shape)) {
+        PyErr_SetString(PyExc_ValueError, "a tensor changed its shape while it was read"); /* another thread's doing */
+        found = -1;
+    }
+    for (Py_ssize_t dimension = 0; found == 1 && dimension < PyTuple_GET_SIZE(shape); dimension++) {
+        long long extent = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, dimension));
+        long long stride = PyLong_AsLongLong(PyTuple_GET_ITEM(strides, dimension));
+        if (PyErr_Occurred())
+            found = -1;
+        else if (extent == 1)
+            continue;
+        else if (plain->num_dimensions == MAX_DIMENSIONS || extent < 1 || stride < 0 ||
+                 stride > (LLONG_MAX - plain->span_bytes) / plain->itemsize / (extent - 1))
+            found = 0;
+        else {
+            plain->shape[plain->num_dimensions] = extent;
+            plain->strides[plain->num_dimensions++] = stride * plain->itemsize;
+            plain->span_bytes += (extent - 1) * stride * plain->itemsize;
+        }
     }
     Py_DECREF(strides);
-    return PyErr_Occurred() ? -1 : span_bytes;
+    return found;
 }
 
 /* Return what is known of a tensor that is no more than its elements, `is_there` its property of the device where it
@@ -97,8 +121,9 @@ PyObject *plain_kind(PyObject *tensor, PyObject *is_there)
     Py_XDECREF(layout);
     if (layout != strided_layout || has(tensor, name_is_nested) != 0)
         return NULL;
-    PyObject *dtype = PyObject_GetAttr(tensor, name_dtype), *shape = PyObject_GetAttr(tensor, name_shape);
-    PyObject *key = dtype != NULL && shape != NULL ? PyTuple_Pack(2, dtype, shape) : NULL;
+    PyObject *dtype = PyObject_GetAttr(tensor, name_dtype);
+    PyObject *shape = dtype != NULL ? PyObject_GetAttr(tensor, name_shape) : NULL;
+    PyObject *key = shape != NULL ? PyTuple_Pack(2, dtype, shape) : NULL;
     Py_XDECREF(dtype);
     Py_XDECREF(shape);
     PyObject *known = key != NULL ? PyObject_GetItem(plain_kinds, key) : NULL;
@@ -121,8 +146,9 @@ static int find_plain(PyObject *tensor, Plain *plain)
     plain->itemsize = PyLong_AsSsize_t(PyTuple_GET_ITEM(known, KNOWN_ITEMSIZE));
     plain->header = PyTuple_GET_ITEM(known, KNOWN_HEADER);
     plain->num_bytes = PyLong_AsSsize_t(PyTuple_GET_ITEM(plain->kind, KIND_BYTES));
-    plain->num_dimensions = (int)PyTuple_GET_SIZE(PyTuple_GET_ITEM(plain->kind, KIND_SHAPE));
-    if (plain->num_bytes == 0 || plain->num_dimensions > MAX_DIMENSIONS)
+    if (PyErr_Occurred()) /* more bytes than can be addressed */
+        return -1;
+    if (plain->num_bytes == 0 || !can_copy(plain->itemsize))
         return 0;
     if ((truth = says(tensor, name_is_neg)) != 0)
         return truth < 0 ? -1 : 0;
@@ -130,10 +156,11 @@ static int find_plain(PyObject *tensor, Plain *plain)
         return truth < 0 ? -1 : 0;
     if ((plain->is_contiguous = says(tensor, name_is_contiguous)) < 0)
         return -1;
-    long long span_bytes = plain->num_bytes;
-    if (!plain->is_contiguous && (span_bytes = read_strides(tensor, PyTuple_GET_ITEM(plain->kind, KIND_SHAPE), plain)) < 0)
-        return -1;
-    long long address = number_of(tensor, name_data_ptr), offset = number_of(tensor, name_storage_offset);
+    plain->span_bytes = plain->num_bytes;
+    if (!plain->is_contiguous && (truth = read_strides(tensor, PyTuple_GET_ITEM(plain->kind, KIND_SHAPE), plain)) != 1)
+        return truth;
+    long long address = number_of(tensor, name_data_ptr);
+    long long offset = PyErr_Occurred() ? -1 : number_of(tensor, name_storage_offset);
     PyObject *storage = PyErr_Occurred() ? NULL : PyObject_CallMethodNoArgs(tensor, name_untyped_storage);
     if (storage == NULL)
         return -1;
@@ -142,7 +169,8 @@ static int find_plain(PyObject *tensor, Plain *plain)
     if (PyErr_Occurred())
         return -1;
     plain->data = (const uint8_t *)(uintptr_t)address;
-    return address != 0 && offset * plain->itemsize + span_bytes <= storage_bytes;
+    return address != 0 && offset >= 0 && plain->span_bytes <= storage_bytes &&
+           offset <= (storage_bytes - plain->span_bytes) / plain->itemsize;
 }
 
 /* Digest a plain tensor that was found; set its leaf digests. NULL with an error set where there is no memory. */
@@ -163,6 +191,8 @@ PyObject *digest_plain(PyObject *module, PyObject *tensor)
 {
     Plain plain;
     PyObject *result = NULL, *digest, *leaves = NULL;
+    if (!can_digest())
+        return NULL;
     int found = find_plain(tensor, &plain);
     if (found == 0)
         result = Py_NewRef(Py_None);
@@ -191,7 +221,7 @@ static Py_ssize_t append(PyObject *record, PyObject *column, PyObject *value)
 
 /* Add an event to a step's columns, as `StepColumns.add`; returns its index, -1 with an error set. */
 Py_ssize_t add_event(PyObject *record, PyObject *site, PyObject *kind, PyObject *digest, PyObject *leaves,
-                            PyObject *group, PyObject *inputs)
+                     PyObject *group, PyObject *inputs)
 {
     Py_ssize_t index = append(record, name_sites, site);
     if (index < 0 || append(record, name_kinds, kind) < 0 || append(record, name_digests, digest) < 0 ||
@@ -209,6 +239,8 @@ PyObject *add_plain(PyObject *module, PyObject *const *args, Py_ssize_t num_args
     }
     Plain plain;
     PyObject *result = NULL, *digest, *leaves = NULL;
+    if (!can_digest())
+        return NULL;
     int found = find_plain(args[2], &plain);
     if (found == 0)
         result = Py_NewRef(Py_None);

@@ -1,0 +1,648 @@
+"""The compiled form of the recorder does what the Python beside it does, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bitcheck
+from bitcheck.errors import RecordingError
+from bitcheck.events import Phase, Site, StepColumns, StepKind
+from bitcheck.hooks import dynamo, ops, steps, tensors
+from bitcheck.hooks.native import native
+from bitcheck.hooks.op_schema import facts_of
+from bitcheck.hooks.sites import Sites
+from bitcheck.hooks.steps import StepBuilder
+from bitcheck.run import open_run
+from tests.hooks.programs import PROGRAMS
+from tests.hooks.test_neutral import run
+
+if native is None:
+    pytest.skip("hooks/csrc is not built: `make setup` builds it where there is a C compiler", allow_module_level=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+FORMS = ("portable", "avx2", "avx512")
+ROOT = Path(__file__).resolve().parents[2]
+Digested = tuple[Any, bytes, bytes] | None
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each form of the hash that this processor has."""
+    if native.choose(request.param) != request.param:
+        native.choose("avx512")
+        pytest.skip(f"this processor has no {request.param}")
+    yield request.param
+    native.choose("avx512")
+
+
+# --- the hash
+
+
+def test_every_length_has_the_hash_that_the_xxhash_package_gives(form: str) -> None:
+    data = bytes((7 * index + index // 251) % 256 for index in range(6000))
+    for length in range(17, 5000):
+        start = length % 61  # any alignment
+        piece = data[start : start + length]
+        assert native.xxh3_128(piece) == xxhash.xxh3_128_digest(piece), length
+
+
+def test_long_inputs_of_odd_lengths_have_the_hash_that_the_xxhash_package_gives(form: str) -> None:
+    data = torch.arange(300_000).view(torch.uint8).numpy().tobytes()
+    for length in (8191, 16384, 65_537, 1_000_001, len(data)):
+        for start in (0, 1, 63):
+            piece = memoryview(data)[start : start + length]
+            assert native.xxh3_128(piece) == xxhash.xxh3_128_digest(piece)
+
+
+@pytest.mark.parametrize("data", [b"", b"x", bytes(16)])
+def test_less_than_17_bytes_have_no_hash(data: bytes) -> None:
+    with pytest.raises(ValueError, match="17 bytes or more"):
+        native.xxh3_128(data)
+
+
+def test_a_form_of_the_hash_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ValueError, match="sse2"):
+        native.choose("sse2")
+
+
+# --- a tensor's digest
+
+
+def both(tensor: torch.Tensor) -> tuple[Digested, Digested]:
+    """Return (compiled, Python) of a tensor's kind, digest and leaves."""
+    with torch._C.DisableTorchFunction():
+        return native.digest_plain(tensor), tensors.digest_plain_portably(tensor)
+
+
+def assert_equal_and_there(tensor: torch.Tensor) -> None:
+    compiled, portable = both(tensor)
+    assert compiled is not None
+    assert compiled == portable, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def assert_neither(tensor: torch.Tensor) -> None:
+    assert both(tensor) == (None, None)
+
+
+def of_bytes(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Return a tensor of any dtype whose bytes follow each other without a period."""
+    count = torch.Size(shape).numel() * dtype.itemsize
+    data = (torch.arange(count, dtype=torch.int64) * 2654435761 >> 7).to(torch.uint8)
+    if dtype is torch.bool:
+        data &= 1
+    return data.view(dtype).view(shape)
+
+
+DTYPES = sorted(tensors._plain_dtypes, key=str)
+"""All that PyTorch has but the quantized."""
+SIZES = (1, 15, 16, 17, 255, 256, 257, 4095, 4096, 4097, 16_383, 16_384, 16_385, 40_001)
+
+
+def views(base: Callable[..., torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield tensors of many layouts; `base(*shape)` makes one."""
+    yield base(3, 5).t()
+    yield base(64, 96).t()
+    yield base(65, 97).t()
+    yield base(130, 200)[3:, 7:].t()
+    yield base(200, 130)[::3, ::2]
+    yield base(7, 11).expand(5, 7, 11)
+    yield base(7, 1).expand(7, 300).t()
+    yield base(1).expand(33, 65)
+    yield base(4, 6, 8).permute(2, 0, 1)
+    yield base(40, 33, 34).permute(1, 2, 0)
+    yield base(3, 4, 5, 6).permute(3, 1, 0, 2)
+    yield base(2, 3, 4, 5, 6).permute(4, 0, 3, 1, 2)
+    yield base(2, 1, 7, 1, 6).permute(4, 0, 3, 1, 2)
+    yield base(2, 16, 9, 9).to(memory_format=torch.channels_last)
+    yield base(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d)
+    yield base(9, 17).unfold(1, 5, 2)
+    yield base(100).as_strided((10, 10), (3, 7))
+    yield base(*[1] * 68, 3, 4).transpose(-1, -2)
+    yield base(41)[1:]
+    yield base(5000)[3::7]
+    yield base(1)[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_of_every_dtype_and_size_has_the_digest_that_the_python_gives(dtype: torch.dtype) -> None:
+    assert_equal_and_there(of_bytes(dtype, 1).view(()))
+    for size in SIZES:
+        assert_equal_and_there(of_bytes(dtype, size))
+        assert_equal_and_there(of_bytes(dtype, size + 1)[1:])
+    assert_neither(of_bytes(dtype, 3)[3:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_of_any_strides_has_the_digest_that_the_python_gives(dtype: torch.dtype) -> None:
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+    word = words[dtype.itemsize]  # a view as another dtype: not all dtypes can be copied into another memory format
+
+    def base(*shape: int) -> torch.Tensor:
+        return of_bytes(word, *shape)
+
+    for tensor in views(base):
+        assert_equal_and_there(tensor.view(dtype) if dtype.itemsize == word.itemsize and tensor.ndim else tensor)
+
+
+def test_the_digest_of_a_strided_tensor_is_that_of_its_contiguous_copy(form: str) -> None:
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex128):
+        for tensor in views(lambda *shape, dtype=dtype: of_bytes(torch.uint8, *shape).to(dtype)):
+            assert native.digest_plain(tensor) == native.digest_plain(tensor.contiguous())
+
+
+def test_memory_that_is_not_aligned_to_its_elements_is_read_as_it_lies(form: str) -> None:
+    data = of_bytes(torch.uint8, 70_000).numpy().data
+    for offset in range(1, 9):
+        tensor = torch.frombuffer(data, dtype=torch.float64, offset=offset, count=8_000)
+        assert_equal_and_there(tensor)
+        assert_equal_and_there(tensor.view(80, 100).t())
+
+
+def test_a_parameter_is_as_plain_as_a_tensor() -> None:
+    assert_equal_and_there(nn.Parameter(torch.randn(30, 40)))
+    assert_equal_and_there(torch.randn(30, 40, requires_grad=True) * 2)
+    with torch.inference_mode():
+        assert_equal_and_there(torch.randn(30, 40).t())
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+class Wrapper(torch.Tensor):
+    @staticmethod
+    def __new__(cls) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, (3,))  # type: ignore[attr-defined,no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.randn(64)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def too_small() -> torch.Tensor:
+    tensor = torch.randn(64, 64).t()[5:]
+    tensor.untyped_storage().resize_(64 * 64 * 4 - 4)
+    return tensor
+
+
+NOT_PLAIN: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "opaque": lambda: torch.ones(3, 3).to_mkldnn(),
+    "conjugate": lambda: torch.ones(3, dtype=torch.complex64).conj(),
+    "negative": lambda: torch._neg_view(torch.ones(3)),
+    "meta": lambda: torch.ones(3, device="meta"),
+    "zeros that are not in memory": lambda: torch._efficientzerotensor((3,)),
+    "subclass": lambda: torch.ones(3).as_subclass(Sub),
+    "wrapper": Wrapper,
+    "buffer": lambda: nn.Buffer(torch.ones(3)).as_subclass(Sub),
+    "functional": lambda: torch._to_functional_tensor(torch.ones(3)),
+    "uninitialized": lambda: nn.UninitializedParameter(),
+    "no elements": lambda: torch.ones(3, 0, 2),
+    "freed": freed,
+    "too small": too_small,
+}
+
+
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_what_is_not_plain_is_left_to_the_python(name: str) -> None:
+    assert_neither(NOT_PLAIN[name]())
+
+
+def test_tensors_inside_function_transforms_are_left_to_the_python() -> None:
+    seen = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(both(x))
+        return x.sum()
+
+    torch.func.vmap(look)(torch.ones(2, 3))
+    torch.func.grad(look)(torch.ones(3))
+    assert seen == [(None, None)] * 2
+
+
+@pytest.mark.parametrize("value", [None, 3, "text", [torch.ones(2)], object()], ids=lambda value: type(value).__name__)
+def test_what_is_no_tensor_has_no_digest(value: Any) -> None:
+    assert native.digest_plain(value) is None
+
+
+def test_elements_that_reach_past_their_storage_are_not_read() -> None:
+    tensor = torch.randn(1000)
+    tensor.untyped_storage().resize_(4 * 1000 - 1)
+    assert_neither(tensor)
+    tensor = torch.randn(1000)
+    view = tensor[::2]
+    last = (view.numel() - 1) * 2 * 4 + 4
+    tensor.untyped_storage().resize_(last)
+    assert_equal_and_there(view)
+    tensor.untyped_storage().resize_(last - 1)
+    assert_neither(view)
+
+
+def test_a_tensor_that_says_of_itself_what_no_memory_can_hold_is_not_read() -> None:
+    tensor = torch.ones(1).expand(2**62)
+    with pytest.raises(OverflowError):
+        native.digest_plain(tensor)
+
+
+def test_an_error_of_a_tensors_own_comes_out_as_it_is() -> None:
+    tensor = torch.ones(3)
+    tensor.data_ptr = lambda: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        native.digest_plain(tensor)
+    tensor = torch.ones(3, 4).t()
+    tensor.stride = lambda: (1,)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="changed its shape"):
+        native.digest_plain(tensor)
+    tensor.stride = lambda: [1, 4]  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="changed its shape"):
+        native.digest_plain(tensor)
+    tensor.stride = lambda: (2**62, 2**62)  # type: ignore[method-assign]
+    assert native.digest_plain(tensor) is None
+
+
+# --- whole recordings
+
+
+def record_all(folder: Path, level: str, form: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.hooks.native_job", str(folder), level, form]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("level", ["module", "op"])
+def test_every_program_is_recorded_by_the_compiled_form_as_by_the_python_alone(level: str, tmp_path: Path) -> None:
+    children = {form: record_all(tmp_path / form, level, form) for form in ("compiled", "alone")}
+    for child in children.values():
+        _, errors = child.communicate(timeout=300)
+        assert child.returncode == 0, errors.decode()
+        assert b"recording has stopped" not in errors, errors.decode()
+    for name in PROGRAMS:
+        with open_run(tmp_path / "compiled" / name) as compiled, open_run(tmp_path / "alone" / name) as alone:
+            rows, expected = compiled.rank(0), alone.rank(0)
+            assert rows.num_rows == expected.num_rows >= 4
+            for row in range(rows.num_rows):
+                assert rows.load(row).to_record() == expected.load(row).to_record(), (name, row)
+            for column in rows.table.dtype.names or ():
+                assert (rows.table[column] == expected.table[column]).all(), (name, column)
+
+
+def test_the_python_alone_is_the_python_alone(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['bitcheck.hooks._native'] = None\n" + (
+        "from bitcheck.hooks import ops, steps, tensors, native\n"
+        "assert native.native is None and ops._Base is ops._StorageWriters\n"
+        "assert tensors.digest_plain is tensors.digest_plain_portably\n"
+        "assert steps._add_plain is steps.add_plain_portably"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+
+
+def test_this_process_records_by_the_compiled_form() -> None:
+    assert tensors.digest_plain is native.digest_plain
+    assert steps._add_plain is native.add_plain
+    assert issubclass(ops._Memory, native.Memory)
+
+
+# --- failures in the middle
+
+
+def fail_at(number: int, method: Callable[..., Any], error: BaseException) -> Callable[..., Any]:
+    """Return a method that raises when it is called for the `number`-th time."""
+    calls = 0
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise error
+        return method(*args, **kwargs)
+
+    return fail
+
+
+PIECES: dict[str, tuple[Any, str]] = {
+    "begin, where it runs": (ops.OpHooks, "_locate"),
+    "begin, the Python's": (ops.OpHooks, "_begin"),
+    "begin, its sites": (StepBuilder, "next_sites"),
+    "begin, its group": (Sites, "group"),
+    "begin, an argument that nobody wrote": (ops.OpHooks, "_site_of_unwritten"),
+    "begin, its numbers": (ops.OpHooks, "_record_scalars"),
+    "begin, memory that was handed out": (ops._Memory, "is_fresh"),
+    "end, the Python's": (ops.OpHooks, "_end"),
+    "end, new memory": (ops.OpHooks, "_memory_of"),
+    "end, memory that was handed out": (ops._Memory, "note_write"),
+}
+
+
+def left_behind() -> tuple[Any, ...]:
+    """What the recorder changes while it looks: torch functions, TorchDynamo's callback, the quiet depth."""
+    callback = dynamo.pause(None)
+    dynamo.pause(callback)
+    return torch._C._is_torch_function_enabled(), callback, dynamo.is_quiet(), dynamo._local.depth, dynamo.on_error[:]
+
+
+def program() -> Any:
+    """Operations of every kind: memory that is handed out, draws, lists of tensors, results in a tuple."""
+    trained = PROGRAMS["plain"]()
+    memory = torch.empty(6)
+    memory[:3] = torch.ones(3)
+    memory[3:] = trained.modules[0][0].bias.detach()[:3]
+    for _ in range(2):
+        torch.empty(3).clamp_(0, 0)
+    values, _ = torch.cat([memory, memory * 2]).view(3, 4).sort()
+    trained.printed += values.flatten().tolist()
+    return trained
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_mistake_in_the_middle_of_an_operation_ends_the_recording_and_nothing_else(
+    piece: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare, before = run(program), left_behind()
+    owner, name = PIECES[piece]
+    monkeypatch.setattr(owner, name, fail_at(number, getattr(owner, name), RuntimeError("a planned mistake")))
+    with bitcheck.record(tmp_path / "a", level="op"):
+        assert run(program) == bare
+        assert left_behind()[:-1] == before[:-1]
+    assert "RuntimeError: a planned mistake" in capsys.readouterr().err
+    assert left_behind() == before
+    monkeypatch.undo()
+    with open_run(tmp_path / "a", allow_missing_ranks=True) as failed:  # nothing is written before the first step ends
+        assert failed.status == "failed"
+    assert run(program) == bare
+
+
+def test_a_mistake_without_a_line_of_python_ends_the_recording_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = left_behind()
+    with bitcheck.record(tmp_path / "a", level="op") as recording:
+        x = torch.ones(3)
+        assert recording._recorder.ops is not None
+        recording._recorder.ops._memory = None  # type: ignore[assignment]
+        assert (x + 1).tolist() == [2, 2, 2]
+    assert "recording failed in compiled code" in capsys.readouterr().err
+    assert left_behind() == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RecordingError("meant for the program")], ids=repr)
+@pytest.mark.parametrize("name", ["next_sites", "add_computed"])
+def test_an_interrupt_and_an_error_for_the_program_go_on_to_it(
+    name: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = left_behind()
+    with bitcheck.record(tmp_path / "a", level="op"):
+        x = torch.ones(3)
+        inside = left_behind()
+        with monkeypatch.context() as patch:
+            patch.setattr(StepBuilder, name, fail_at(1, getattr(StepBuilder, name), error))
+            with pytest.raises(type(error)):
+                x.to_sparse().add(1)
+        assert left_behind() == inside
+    assert left_behind() == before
+
+
+def test_an_operation_that_fails_fails_as_in_the_bare_program(tmp_path: Path) -> None:
+    before = left_behind()
+    with bitcheck.record(tmp_path / "a", level="op"):
+        with pytest.raises(RuntimeError, match="The size of tensor"):
+            torch.ones(3).add_(torch.ones(4))
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            torch.mm(torch.ones(2, 3), torch.ones(2, 3))
+        assert (torch.ones(2) + 1).tolist() == [2, 2]
+    assert left_behind() == before
+
+
+def test_what_a_mode_of_the_programs_does_is_its_own_affair(tmp_path: Path) -> None:
+    class Doubles(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            return result * 2 if func is torch.ops.aten.add.Tensor else result
+
+    with bitcheck.record(tmp_path / "a", level="op"), Doubles():
+        assert (torch.ones(2) + 1).tolist() == [4, 4]
+
+
+# --- nothing is left behind
+
+
+def steady(function: Callable[[], Any], times: int) -> tuple[int, int]:
+    """Return how many blocks and objects more there are after `times` calls than before, once all is warm."""
+    for _ in range(30):
+        function()
+    counts = []
+    for _ in range(2):
+        gc.collect()
+        counts.append((sys.getallocatedblocks(), len(gc.get_objects())))
+        for _ in range(times):
+            function()
+    gc.collect()
+    counts[-1] = (sys.getallocatedblocks(), len(gc.get_objects()))
+    return counts[1][0] - counts[0][0], counts[1][1] - counts[0][1]
+
+
+def test_digests_keep_nothing() -> None:
+    kinds = [torch.randn(5), torch.randn(90, 90).t(), torch.randn(100_000), *(make() for make in NOT_PLAIN.values())]
+    counted = [*kinds, torch.float32, torch.strided, tensors._plain_kinds]
+
+    def digest() -> None:
+        for tensor in kinds:
+            native.digest_plain(tensor)
+
+    digest()
+    before = [sys.getrefcount(value) for value in counted]
+    blocks, objects = steady(digest, 500)
+    assert abs(blocks) < 50 and abs(objects) < 50
+    assert [sys.getrefcount(value) for value in counted] == before
+
+
+def test_digests_that_fail_keep_nothing() -> None:
+    kinds = [torch.ones(3, 4).t() for _ in range(5)]
+    for tensor, name in zip(kinds, ("data_ptr", "stride", "is_neg", "untyped_storage", "storage_offset"), strict=True):
+        setattr(tensor, name, None)
+    before = [sys.getrefcount(value) for value in kinds]
+
+    def digest() -> None:
+        for tensor in kinds:
+            with pytest.raises(TypeError):
+                native.digest_plain(tensor)
+
+    blocks, objects = steady(digest, 200)
+    assert abs(blocks) < 50 and abs(objects) < 50
+    assert [sys.getrefcount(value) for value in kinds] == before
+
+
+def test_columns_take_one_reference_of_each() -> None:
+    record, tensor = StepColumns(0, StepKind.STEP), torch.randn(3)
+    site, group, inputs = Site(Phase.FORWARD, "a", "b", "c", 0, False), 10**9, (10**9, 7)
+    before = [sys.getrefcount(value) for value in (site, group, inputs, tensor, record)]
+    assert [native.add_plain(record, site, tensor, group, inputs) for _ in range(100)] == list(range(100))
+    after = [sys.getrefcount(value) for value in (site, group, inputs, tensor, record)]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [100, 100, 100, 0, 0]
+    assert native.add_plain(record, site, torch.ones(0), group, inputs) is None
+    assert len(record) == 100
+    portable = StepColumns(0, StepKind.STEP)
+    for _ in range(100):
+        steps.add_plain_portably(portable, site, tensor, group, inputs)
+    assert portable.to_record() == record.to_record()
+
+
+def test_hundreds_of_recorded_steps_keep_nothing() -> None:
+    command = [sys.executable, "-m", "tests.hooks.native_steps"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kept = json.loads(done.stdout)
+    assert max(kept) < 200, kept  # one of anything in each step would be 200
+
+
+def test_memory_is_freed_with_what_it_holds_and_in_a_circle() -> None:
+    class Holder:
+        pass
+
+    tensor, builder = torch.randn(8), Holder()
+    storage = tensor.untyped_storage()._weak_ref()
+    memory = ops._Memory(tensor)
+    memory.builder, memory.events = builder, (10**9,)  # type: ignore[assignment]
+    count = sys.getrefcount(builder)
+    memory.begin_again(tensor)
+    assert sys.getrefcount(builder) == count - 1
+    builder.memory = memory  # type: ignore[attr-defined]
+    memory.builder = builder  # type: ignore[assignment]
+    gone = threading.Event()
+    weakref.finalize(builder, gone.set)
+    del builder, memory
+    gc.collect()
+    assert gone.is_set()
+    assert not torch.UntypedStorage._expired(storage)
+    del tensor
+    assert torch.UntypedStorage._expired(storage)
+    torch.UntypedStorage._free_weak_ref(storage)
+
+
+def test_memory_outlives_its_storage_and_survives_its_members_being_deleted() -> None:
+    memory = native.Memory(torch.randn(8))
+    assert torch.UntypedStorage._expired(memory.weak)
+    del memory.events, memory.builder, memory.written
+    assert (memory.events, memory.builder, memory.written) == (None, None, None)
+    with pytest.raises(AttributeError, match="readonly"):
+        memory.weak = 0  # type: ignore[misc]
+    memory.begin_again(torch.ones(2))
+    assert memory.events == ()
+
+
+def test_a_type_of_memory_goes_with_its_last_object() -> None:
+    kind = type("Kind", (native.Memory,), {"__slots__": ()})
+    memory, count = kind(torch.ones(2)), sys.getrefcount(native.Memory)
+    seen = weakref.ref(kind)
+    del kind
+    gc.collect()
+    assert seen() is not None
+    del memory
+    gc.collect()
+    assert seen() is None
+    assert sys.getrefcount(native.Memory) < count
+
+
+# --- arguments that make no sense
+
+FACTS = facts_of(torch.ops.aten.add.Tensor)
+OPENED = (None, None, 0, (), [], set(), None)
+BAD_CALLS: dict[str, Callable[[], Any]] = {
+    "a number to hash": lambda: native.xxh3_128(3),  # type: ignore[arg-type]
+    "text to hash": lambda: native.xxh3_128("text of some length"),  # type: ignore[arg-type]
+    "bytes as a form": lambda: native.choose(b"avx2"),  # type: ignore[arg-type]
+    "no name": lambda: native.configure(3),  # type: ignore[call-arg]
+    "a name that is not known": lambda: native.configure(nothing=3),
+    "modules that are no dict": lambda: native.configure(loaded_modules=[]),
+    "no tensor for a memory": lambda: native.Memory(),  # type: ignore[call-arg]
+    "too few arguments to add": lambda: native.add_plain(),  # type: ignore[call-arg]
+    "columns that are no lists": lambda: native.add_plain(
+        type("Columns", (), {"sites": 3})(),
+        None,
+        torch.ones(2),
+        0,
+        (),  # type: ignore[arg-type]
+    ),
+    "too few to run": lambda: native.run_operation(None),  # type: ignore[call-arg,arg-type]
+    "a list of arguments": lambda: native.run_operation(None, None, (), [], {}),  # type: ignore[arg-type]
+    "no named arguments": lambda: native.run_operation(None, None, (), (), None),  # type: ignore[arg-type]
+    "facts of nothing": lambda: native.begin_operation(None, (), (), {}),  # type: ignore[arg-type]
+    "facts that are too short": lambda: native.begin_operation(None, FACTS[:-1], (), {}),  # type: ignore[arg-type]
+    "facts of another form": lambda: native.begin_operation(None, tuple(range(9)), (), {}),  # type: ignore[arg-type]
+    "names that are none": lambda: native.begin_operation(None, FACTS, (), None),  # type: ignore[arg-type]
+    "arguments that are none": lambda: native.begin_operation(None, FACTS, None, {}),  # type: ignore[arg-type]
+    "too few to end": lambda: native.end_operation(None, FACTS, OPENED),  # type: ignore[call-arg,arg-type]
+    "nothing opened": lambda: native.end_operation(None, FACTS, None, None),  # type: ignore[arg-type]
+    "opened in part": lambda: native.end_operation(None, FACTS, OPENED[:-1], None),  # type: ignore[arg-type]
+    "opened with other members": lambda: native.end_operation(None, FACTS, tuple("bsgiwsl"), None),  # type: ignore
+    "written without a place": lambda: native.end_operation(
+        None,
+        FACTS,
+        (None, None, 0, (), [3], set(), None),
+        None,  # type: ignore[arg-type]
+    ),
+}
+
+
+@pytest.mark.parametrize("call", BAD_CALLS)
+def test_arguments_of_the_wrong_type_are_refused(call: str) -> None:
+    before = left_behind()
+    with pytest.raises(TypeError):
+        BAD_CALLS[call]()
+    assert left_behind() == before
+
+
+def test_without_configure_every_function_says_what_it_lacks() -> None:
+    code = f"""
+import importlib.util, sys
+import torch
+spec = importlib.util.spec_from_file_location("bitcheck.hooks._native", {native.__file__!r})
+native = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(native)
+tensor, facts = torch.ones(3), ("f", True, False, False, (), frozenset(), (), False, ())
+calls = [
+    lambda: native.digest_plain(tensor),
+    lambda: native.add_plain(None, None, tensor, 0, ()),
+    lambda: native.Memory(tensor),
+    lambda: native.run_operation(None, None, (), (), {{}}),
+    lambda: native.begin_operation(None, facts, (), {{}}),
+    lambda: native.end_operation(None, facts, (None, None, 0, (), [], set(), None), None),
+]
+for call in calls:
+    try:
+        call()
+    except RuntimeError as error:
+        assert "configure was not given" in str(error), error
+    else:
+        raise SystemExit("no error")
+print(native.xxh3_128(bytes(20)).hex())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == xxhash.xxh3_128_hexdigest(bytes(20))
