@@ -4,12 +4,14 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import xxhash
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -19,6 +21,8 @@ SOURCES = {
     "bitcheck.reference_runs": ROOT / "reference_runs",
 }
 """Import name -> folder."""
+SHARED = ".pyd" if os.name == "nt" else ".so"
+COMPILER = os.environ.get("CC") or (sysconfig.get_config_var("CC") or "cc").split()[0]
 
 
 def folders() -> dict[str, Path]:
@@ -53,16 +57,25 @@ def test_the_links_into_the_package_are_relative_and_lead_to_the_folders() -> No
     assert mapping == {"bitcheck.hooks": "hooks", "bitcheck.reference_runs": "reference_runs"}
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a wheel built from a copy of the checkout."""
+def test_every_file_of_the_compiled_part_is_named_where_it_is_built() -> None:
+    (extension,) = PROJECT["tool"]["setuptools"]["ext-modules"]
+    assert extension["name"] == "bitcheck.hooks._native"
+    assert extension["optional"]
+    for key, ending in (("sources", "c"), ("depends", "h")):
+        assert extension[key] == sorted(
+            file.relative_to(ROOT).as_posix() for file in (ROOT / "hooks/csrc").glob(f"*.{ending}")
+        )
+
+
+def build_wheel(copy: Path, **environment: str) -> Path:
+    """Return a wheel built from a copy of the checkout that is made at `copy`."""
     pytest.importorskip("setuptools", reason="`make setup` installs it; without it no wheel can be built")
-    copy = tmp_path_factory.mktemp("checkout") / "copy"
     copy.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     for name in ("bitcheck", "hooks", "reference_runs"):
-        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        ignored = shutil.ignore_patterns("__pycache__", f"_native*{SHARED}")
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
     build = (
         sys.executable,
         "-m",
@@ -75,9 +88,20 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "out",
         ".",
     )
-    run(*build, cwd=copy)
+    run(*build, cwd=copy, **environment)
     (built,) = (copy / "out").glob("*.whl")
     return built
+
+
+def files_in(wheel: Path) -> set[str]:
+    """Return the names of what a wheel installs, less what describes it."""
+    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a wheel built from a copy of the checkout."""
+    return build_wheel(tmp_path_factory.mktemp("checkout") / "copy")
 
 
 def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path) -> None:
@@ -88,9 +112,26 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path
                 sub for sub in subfolders if sub != "__pycache__" and not (Path(folder) / sub).is_symlink()
             ]
             within = Path(*name.split("."), Path(folder).relative_to(top))
-            expected |= {(within / file).as_posix() for file in files}
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert names == expected
+            expected |= {(within / file).as_posix() for file in files if not file.endswith(SHARED)}
+    expected = {name for name in expected if not name.startswith("bitcheck/hooks/csrc/")}
+    assert {name for name in files_in(wheel) if not name.endswith(SHARED)} == expected
+
+
+@pytest.mark.skipif(shutil.which(COMPILER) is None, reason="there is no C compiler")
+def test_the_wheel_holds_the_compiled_part_where_there_is_a_compiler(wheel: Path, tmp_path: Path) -> None:
+    (compiled,) = (name for name in files_in(wheel) if name.endswith(SHARED))
+    assert compiled == f"bitcheck/hooks/_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    file = Path(zipfile.ZipFile(wheel).extract(compiled, tmp_path))
+    code = "import _native; print(_native.xxh3_128(bytes(20)).hex())"
+    printed = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(file.parent))
+    assert printed.strip() == xxhash.xxh3_128_hexdigest(bytes(20))
+
+
+def test_a_wheel_is_built_without_a_compiler_and_is_the_same_but_for_the_compiled_part(
+    wheel: Path, tmp_path: Path
+) -> None:
+    without = build_wheel(tmp_path / "copy", CC="/bin/false")
+    assert files_in(without) == {name for name in files_in(wheel) if not name.endswith(SHARED)}
 
 
 def test_the_wheel_carries_the_licence_and_the_command(wheel: Path) -> None:
