@@ -9,6 +9,8 @@
 
 PyObject *plain_on_device(PyObject *module, PyObject *tensor)
 {
+    if (!can_digest())
+        return NULL;
     PyObject *known = plain_kind(tensor, name_is_cuda);
     if (known == NULL)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
@@ -117,7 +119,7 @@ PyObject *receive_leaves(PyObject *module, PyObject *args)
 {
     PyObject *tickets, *firsts, *counts, *landed, *kinds, *known;
     Py_ssize_t limit_bytes;
-    if (!PyArg_ParseTuple(args, "O!O!O!OO!O!n", &PyList_Type, &tickets, &PyList_Type, &firsts, &PyList_Type, &counts,
+    if (!can_digest() || !PyArg_ParseTuple(args, "O!O!O!OO!O!n", &PyList_Type, &tickets, &PyList_Type, &firsts, &PyList_Type, &counts,
                           &landed, &PyDict_Type, &kinds, &PyDict_Type, &known, &limit_bytes))
         return NULL;
     Py_buffer view;

@@ -78,6 +78,7 @@
 
 /* Objects that `configure` is given, by name: first those that a tensor's digest takes. */
 #define NEEDS(NEED)                                                                                                    \
+    NEED(digest_header)                                                                                                \
     NEED(is_functorch)                                                                                                 \
     NEED(parameter_type)                                                                                               \
     NEED(plain_kinds)                                                                                                  \
@@ -86,7 +87,6 @@
     NEED(free_weak_ref)                                                                                                \
     NEED(alone)                                                                                                        \
     NEED(current_node)                                                                                                 \
-    NEED(digest_header)                                                                                                \
     NEED(graph_task)                                                                                                   \
     NEED(is_distributed)                                                                                               \
     NEED(is_expired)                                                                                                   \
