@@ -2,6 +2,10 @@
 
 #include <string.h>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 /* Rows and columns of a tile: one cache line of elements each way, so that what lies beside an element is still
  * near when its turn comes. */
 #define TILE_BYTES 64
@@ -26,17 +30,82 @@ DEFINE_COPY_TILE(copy_tile_4, uint32_t)
 DEFINE_COPY_TILE(copy_tile_8, uint64_t)
 DEFINE_COPY_TILE(copy_tile_16, Wide)
 
+#if defined(__SSE2__)
+static __m128i load(const uint8_t *in)
+{
+    return _mm_loadu_si128((const __m128i *)in);
+}
+
+static void store(uint8_t *out, __m128i low, __m128i high, int64_t stride)
+{
+    _mm_storeu_si128((__m128i *)out, _mm_unpacklo_epi64(low, high));
+    _mm_storeu_si128((__m128i *)(out + stride), _mm_unpackhi_epi64(low, high));
+}
+
+/* Copy 8 rows and columns of 2 bytes each, of which a column lies in one piece. */
+static void copy_block_2(uint8_t *out, int64_t out_stride, const uint8_t *in, int64_t in_stride)
+{
+    __m128i pairs[8], fours[8];
+    for (int pair = 0; pair < 4; pair++) {
+        __m128i even = load(in + 2 * pair * in_stride), odd = load(in + (2 * pair + 1) * in_stride);
+        pairs[2 * pair] = _mm_unpacklo_epi16(even, odd);
+        pairs[2 * pair + 1] = _mm_unpackhi_epi16(even, odd);
+    }
+    for (int half = 0; half < 2; half++)
+        for (int part = 0; part < 2; part++) {
+            __m128i left = pairs[4 * half + part], right = pairs[4 * half + 2 + part];
+            fours[4 * half + 2 * part] = _mm_unpacklo_epi32(left, right);
+            fours[4 * half + 2 * part + 1] = _mm_unpackhi_epi32(left, right);
+        }
+    for (int rows = 0; rows < 4; rows++)
+        store(out + 2 * rows * out_stride, fours[rows], fours[4 + rows], out_stride);
+}
+
+/* Copy 4 rows and columns of 4 bytes each, of which a column lies in one piece. */
+static void copy_block_4(uint8_t *out, int64_t out_stride, const uint8_t *in, int64_t in_stride)
+{
+    __m128i first = load(in), second = load(in + in_stride), third = load(in + 2 * in_stride);
+    __m128i fourth = load(in + 3 * in_stride);
+    store(out, _mm_unpacklo_epi32(first, second), _mm_unpacklo_epi32(third, fourth), out_stride);
+    store(out + 2 * out_stride, _mm_unpackhi_epi32(first, second), _mm_unpackhi_epi32(third, fourth), out_stride);
+}
+
+/* As `copy_tile_...` where a column lies in one piece: whole blocks, and then what is left beside and below them. */
+#define DEFINE_TURN_TILE(NAME, SIZE, BLOCK)                                                                            \
+    static void NAME(uint8_t *out, const uint8_t *in, int64_t rows, int64_t columns, int64_t row_stride,               \
+                     int64_t column_stride, int64_t out_columns)                                                       \
+    {                                                                                                                  \
+        int64_t whole_rows = rows - rows % BLOCK, whole_columns = columns - columns % BLOCK;                           \
+        for (int64_t row = 0; row < whole_rows; row += BLOCK)                                                          \
+            for (int64_t column = 0; column < whole_columns; column += BLOCK)                                          \
+                copy_block_##SIZE(out + (row * out_columns + column) * SIZE, out_columns * SIZE,                       \
+                                  in + row * SIZE + column * column_stride, column_stride);                            \
+        if (whole_columns < columns)                                                                                   \
+            copy_tile_##SIZE(out + whole_columns * SIZE, in + whole_columns * column_stride, rows,                     \
+                             columns - whole_columns, row_stride, column_stride, out_columns);                         \
+        if (whole_rows < rows)                                                                                         \
+            copy_tile_##SIZE(out + whole_rows * out_columns * SIZE, in + whole_rows * SIZE, rows - whole_rows,         \
+                             whole_columns, row_stride, column_stride, out_columns);                                   \
+    }
+
+DEFINE_TURN_TILE(turn_tile_2, 2, 8)
+DEFINE_TURN_TILE(turn_tile_4, 4, 4)
+#else
+#define turn_tile_2 copy_tile_2
+#define turn_tile_4 copy_tile_4
+#endif
+
 typedef void (*CopyTile)(uint8_t *, const uint8_t *, int64_t, int64_t, int64_t, int64_t, int64_t);
 
-static CopyTile tile_copier(size_t itemsize)
+static CopyTile tile_copier(size_t itemsize, int is_turned)
 {
     switch (itemsize) {
     case 1:
         return copy_tile_1;
     case 2:
-        return copy_tile_2;
+        return is_turned ? turn_tile_2 : copy_tile_2;
     case 4:
-        return copy_tile_4;
+        return is_turned ? turn_tile_4 : copy_tile_4;
     case 8:
         return copy_tile_8;
     default:
@@ -52,7 +121,7 @@ static void copy_plane(uint8_t *out, const uint8_t *in, const int64_t *shape, co
             memcpy(out + row * columns * size, in + row * strides[0], (size_t)(columns * size));
         return;
     }
-    CopyTile copy_tile = tile_copier(itemsize);
+    CopyTile copy_tile = tile_copier(itemsize, strides[0] == size);
     int64_t tile = TILE_BYTES / size;
     for (int64_t row = 0; row < rows; row += tile)
         for (int64_t column = 0; column < columns; column += tile)
