@@ -9,9 +9,7 @@
 
 PyObject *plain_on_device(PyObject *module, PyObject *tensor)
 {
-    if (!can_digest())
-        return NULL;
-    PyObject *known = plain_kind(tensor, name_is_cuda);
+    PyObject *known = can_digest() ? plain_kind(tensor, name_is_cuda) : NULL;
     if (known == NULL)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     PyObject *kind = Py_NewRef(PyTuple_GET_ITEM(known, 0));
@@ -42,11 +40,11 @@ static long long place_of(PyObject *tensor, long long num_bytes)
     PyObject *itemsize = PyObject_GetAttr(tensor, name_itemsize);
     if (itemsize == NULL)
         return PLACE_ERROR;
-    long long offset_bytes = number_of(tensor, name_storage_offset) * PyLong_AsLongLong(itemsize);
+    long long element_bytes = PyLong_AsLongLong(itemsize), offset = number_of(tensor, name_storage_offset);
     Py_DECREF(itemsize);
     if (PyErr_Occurred())
         return PLACE_ERROR;
-    if (offset_bytes + num_bytes > available)
+    if (element_bytes < 1 || num_bytes < 0 || num_bytes > available || offset > (available - num_bytes) / element_bytes)
         return PLACE_MISSING;
     int is_otherwise = says(tensor, name_is_conj);
     if (is_otherwise == 0)
@@ -69,14 +67,21 @@ PyObject *places_of(PyObject *module, PyObject *const *args, Py_ssize_t num_args
     Py_ssize_t count = PySequence_Fast_GET_SIZE(tensors);
     places = PyList_New(count);
     for (Py_ssize_t index = 0; places != NULL && index < count; index++) {
+        if (index >= PySequence_Fast_GET_SIZE(tensors) || index >= PySequence_Fast_GET_SIZE(kinds)) {
+            PyErr_SetString(PyExc_RuntimeError, "tensors or kinds were taken away while they were looked at");
+            Py_CLEAR(places);
+            break;
+        }
         PyObject *kind = PySequence_Fast_GET_ITEM(kinds, index), *place = NULL;
         if (!PyTuple_Check(kind) || PyTuple_GET_SIZE(kind) != 3) {
             PyErr_SetString(PyExc_TypeError, "a kind is a tuple of three");
             Py_CLEAR(places);
             break;
         }
+        PyObject *tensor = Py_NewRef(PySequence_Fast_GET_ITEM(tensors, index));
         long long num_bytes = PyLong_AsLongLong(PyTuple_GET_ITEM(kind, 2));
-        long long found = PyErr_Occurred() ? PLACE_ERROR : place_of(PySequence_Fast_GET_ITEM(tensors, index), num_bytes);
+        long long found = PyErr_Occurred() ? PLACE_ERROR : place_of(tensor, num_bytes);
+        Py_DECREF(tensor);
         if (found == PLACE_MISSING)
             Py_SETREF(places, Py_NewRef(Py_None));
         else if (found == PLACE_ERROR || (place = PyLong_FromLongLong(found)) == NULL)
@@ -97,6 +102,8 @@ static int receive_one(PyObject *ticket, PyObject *kind, const uint8_t *leaves, 
 {
     PyObject *header = PyObject_Call(digest_header, kind, NULL), *digest = NULL, *kept = NULL, *found = NULL;
     int failed = -1;
+    if (header != NULL && !PyBytes_Check(header))
+        PyErr_SetString(PyExc_TypeError, "digest_header gives bytes");
     if (header == NULL || !PyBytes_Check(header))
         goto end;
     int is_kept = PyLong_AsSsize_t(PyTuple_GET_ITEM(kind, 2)) <= limit_bytes;
@@ -119,7 +126,8 @@ PyObject *receive_leaves(PyObject *module, PyObject *args)
 {
     PyObject *tickets, *firsts, *counts, *landed, *kinds, *known;
     Py_ssize_t limit_bytes;
-    if (!can_digest() || !PyArg_ParseTuple(args, "O!O!O!OO!O!n", &PyList_Type, &tickets, &PyList_Type, &firsts, &PyList_Type, &counts,
+    if (!is_configured(NEED_digest_header, NEED_digest_header + 1) ||
+        !PyArg_ParseTuple(args, "O!O!O!OO!O!n", &PyList_Type, &tickets, &PyList_Type, &firsts, &PyList_Type, &counts,
                           &landed, &PyDict_Type, &kinds, &PyDict_Type, &known, &limit_bytes))
         return NULL;
     Py_buffer view;
@@ -136,7 +144,7 @@ PyObject *receive_leaves(PyObject *module, PyObject *args)
         Py_ssize_t first = PyLong_AsSsize_t(PyList_GET_ITEM(firsts, index));
         Py_ssize_t count = PyLong_AsSsize_t(PyList_GET_ITEM(counts, index));
         if (kind == NULL || !PyTuple_Check(kind) || PyTuple_GET_SIZE(kind) != 3 || first < 0 || count < 0 ||
-            (first + count) * XXH3_DIGEST_BYTES > view.len) {
+            count > view.len / XXH3_DIGEST_BYTES || first > view.len / XXH3_DIGEST_BYTES - count) {
             if (!PyErr_Occurred())
                 PyErr_SetString(PyExc_ValueError, "a flight holds tickets that are under way, within its bytes");
             Py_CLEAR(rest);

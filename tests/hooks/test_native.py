@@ -23,6 +23,7 @@ import bitcheck
 from bitcheck.errors import RecordingError
 from bitcheck.events import Phase, Site, StepColumns, StepKind
 from bitcheck.hooks import dynamo, ops, steps, tensors
+from bitcheck.hooks.kernels import layout
 from bitcheck.hooks.native import native
 from bitcheck.hooks.op_schema import facts_of
 from bitcheck.hooks.sites import Sites
@@ -283,6 +284,57 @@ def test_an_error_of_a_tensors_own_comes_out_as_it_is() -> None:
         native.digest_plain(tensor)
     tensor.stride = lambda: (2**62, 2**62)  # type: ignore[method-assign]
     assert native.digest_plain(tensor) is None
+
+
+# --- what a device's digester asks for: of the CPU's tensors it gives the same
+
+
+def test_where_tensors_lie_is_told_as_by_the_python() -> None:
+    tensors_there = [of_bytes(torch.float32, 5, 6), of_bytes(torch.int16, 40)[3:], torch.ones(0), torch.ones(2, 3).t()]
+    tensors_there += [torch.ones(3, dtype=torch.complex64).conj(), torch._neg_view(torch.ones(3))]
+    kinds = [tensors.kind_of(tensor) for tensor in tensors_there]
+    assert native.places_of(tensors_there, kinds) == layout.places_of_portably(tensors_there, kinds)
+    gone = [*tensors_there, freed()]
+    assert native.places_of(gone, [*kinds, tensors.kind_of(gone[-1])]) is None
+    for wrong in (kinds[1:], [3] * len(kinds), None):
+        with pytest.raises(TypeError):
+            native.places_of(tensors_there, wrong)  # type: ignore[arg-type]
+
+
+def test_leaf_digests_that_arrive_become_the_digests_that_the_python_gives() -> None:
+    tensor = of_bytes(torch.float32, 10_000)
+    kind, digest, leaves = tensors.digest_plain_portably(tensor)  # type: ignore[misc]
+    count = len(leaves) // 16
+    for limit, kept in ((10**6, leaves), (0, b"")):
+        waiting, known = {7: kind, 8: kind}, {}  # type: ignore[var-annotated]
+        landed = bytes(16) + leaves + leaves[:16]
+        assert native.receive_leaves([7, 8], [1, 1 + count], [count, 1], landed, waiting, known, limit) == [1]
+        assert (known, waiting) == ({7: (digest, kept)}, {8: kind})
+
+
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 2), (1, 1), (-1, 1), (0, -1), (2**62, 1), (0, 2**62), (2**59, 2**59), (2**63 - 1, 1)]
+)
+def test_leaf_digests_beyond_what_has_arrived_are_not_read(first: int, count: int) -> None:
+    kind = ("uint8", (20_000,), 20_000)
+    with pytest.raises(ValueError, match="within its bytes"):
+        native.receive_leaves([7], [first], [count], bytes(16), {7: kind}, {}, 0)
+    with pytest.raises(ValueError, match="under way"):
+        native.receive_leaves([6], [0], [1], bytes(16), {7: kind}, {}, 0)
+    with pytest.raises(ValueError, match="as many firsts"):
+        native.receive_leaves([7], [], [1], bytes(16), {7: kind}, {}, 0)
+
+
+def test_a_number_is_waited_for_and_no_longer_than_asked() -> None:
+    word = torch.zeros(1, dtype=torch.int64)
+    assert native.wait_for_number(word.data_ptr(), 0, 2**31, 1e-5, 5.0)
+    assert not native.wait_for_number(word.data_ptr(), 1, 2**31, 1e-5, 0.01)
+    later = threading.Timer(0.05, word.numpy().__setitem__, (0, 1))
+    later.start()
+    assert native.wait_for_number(word.data_ptr(), 1, 2**31, 1e-5, 20.0)  # the timer's thread runs meanwhile
+    later.join()
+    with pytest.raises(ValueError, match="an address"):
+        native.wait_for_number(0, 1, 2**31, 1e-5, 1.0)
 
 
 # --- whole recordings
@@ -556,6 +608,56 @@ def test_memory_outlives_its_storage_and_survives_its_members_being_deleted() ->
     assert memory.events == ()
 
 
+def test_memory_gives_back_each_weak_reference_once() -> None:
+    freed_ones: list[int] = []
+    free = torch.UntypedStorage._free_weak_ref
+
+    def note(weak: int) -> None:
+        freed_ones.append(weak)
+        free(weak)
+
+    native.configure(free_weak_ref=note)
+    try:
+        memory = native.Memory(torch.ones(2))
+        first = memory.weak
+        memory.begin_again(torch.ones(3))
+        second = memory.weak
+        assert freed_ones == [first]
+        del memory
+        assert freed_ones == [first, second]
+    finally:
+        native.configure(free_weak_ref=free)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_memory_whose_weak_reference_cannot_be_given_back_goes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: told.append(unraisable.exc_type))
+    free, builder = torch.UntypedStorage._free_weak_ref, type("Builder", (), {})()
+    memory = native.Memory(torch.ones(2))
+    memory.builder, weak, count = builder, memory.weak, sys.getrefcount(builder)
+    native.configure(free_weak_ref=lambda weak: 1 / 0)
+    try:
+        del memory
+    finally:
+        native.configure(free_weak_ref=free)
+        free(weak)
+    assert told == [ZeroDivisionError]
+    assert sys.getrefcount(builder) == count - 1
+
+
+def test_a_write_to_memory_of_which_nothing_is_known_any_more_is_noted(tmp_path: Path) -> None:
+    with bitcheck.record(tmp_path / "a", level="op") as recording:
+        x = torch.zeros(4)
+        x[:2].add_(1)
+        hooks = recording._recorder.ops
+        assert hooks is not None
+        memory = hooks._memory[tensors.storage_id(x)]
+        del memory.events
+        x[:2].add_(1)
+        assert len(memory.events) == 1
+
+
 def test_a_type_of_memory_goes_with_its_last_object() -> None:
     kind = type("Kind", (native.Memory,), {"__slots__": ()})
     memory, count = kind(torch.ones(2)), sys.getrefcount(native.Memory)
@@ -629,6 +731,8 @@ tensor, facts = torch.ones(3), ("f", True, False, False, (), frozenset(), (), Fa
 calls = [
     lambda: native.digest_plain(tensor),
     lambda: native.add_plain(None, None, tensor, 0, ()),
+    lambda: native.plain_on_device(tensor),
+    lambda: native.receive_leaves([], [], [], b"", {{}}, {{}}, 0),
     lambda: native.Memory(tensor),
     lambda: native.run_operation(None, None, (), (), {{}}),
     lambda: native.begin_operation(None, facts, (), {{}}),
