@@ -99,6 +99,9 @@ class Digester(Protocol):
     def submit(self, tensor: torch.Tensor, kind: Kind) -> int:
         """Do the same for one tensor of which the kind is known."""
 
+    def submit_places(self, kinds: Sequence[Kind], places: Sequence[int]) -> list[int] | None:
+        """Do the same for tensors of which is known where their elements lie on the device; None where it cannot."""
+
     def flush(self) -> None:
         """Set everything submitted on its way to the host; `resolve` does so itself."""
 
@@ -166,6 +169,10 @@ class HostDigester:
     def submit(self, tensor: torch.Tensor, kind: Kind) -> int:
         """Do the same for one tensor."""
         return self.submit_many([tensor])[0]
+
+    def submit_places(self, kinds: Sequence[Kind], places: Sequence[int]) -> list[int] | None:
+        """Leave it to `submit_many`: the host reads tensors, not places."""
+        return None
 
     def flush(self) -> None:
         """Do nothing: nothing is under way."""
@@ -339,6 +346,17 @@ class DeviceDigester:
                 ring.flush()
         return ticket
 
+    def submit_places(self, kinds: Sequence[Kind], places: Sequence[int]) -> list[int] | None:
+        """Capture tensors of which the elements lie at `places` on the device, one after the other.
+
+        None where that is not to be done in this short way; `submit_many` says why.
+        """
+        queue = self._queue
+        with self._ring.lock:
+            if len(kinds) > FEW_TENSORS or queue.is_capturing() or not queue.is_current():
+                return None
+            return self._submit_few(kinds, places)
+
     def _submit_few(self, kinds: Sequence[Kind], places: Sequence[int]) -> list[int] | None:
         """Capture a few tensors that are there and contiguous: a short way for what is done thousands of times a step.
 
@@ -351,7 +369,10 @@ class DeviceDigester:
             return None
         ring, stream = self._ring, self._queue.stream()
         flight, slot = ring.reserve(leaves)
-        self._kernels.hash_few(places, sizes, counts, ring.address(slot), stream)
+        if len(counts) == 1:
+            self._kernels.hash_one(places[0], sizes[0], ring.address(slot), stream)
+        else:
+            self._kernels.hash_few(places, sizes, counts, ring.address(slot), stream)
         ring.mark(stream)
         first = slot - flight.start
         tickets = []

@@ -17,11 +17,7 @@ PyObject *plain_on_device(PyObject *module, PyObject *tensor)
     return kind;
 }
 
-/* Where a tensor's elements lie, one after the other, as `layout.place_of`: 0 for an empty one, PLACE_STRIDED for one
- * that lies otherwise; PLACE_MISSING where its memory is not there; PLACE_ERROR with an error set. */
-enum { PLACE_STRIDED = -1, PLACE_MISSING = -2, PLACE_ERROR = -3 };
-
-static long long place_of(PyObject *tensor, long long num_bytes)
+long long find_place(PyObject *tensor, long long num_bytes)
 {
     if (num_bytes == 0)
         return 0;
@@ -80,7 +76,7 @@ PyObject *places_of(PyObject *module, PyObject *const *args, Py_ssize_t num_args
         }
         PyObject *tensor = Py_NewRef(PySequence_Fast_GET_ITEM(tensors, index));
         long long num_bytes = PyLong_AsLongLong(PyTuple_GET_ITEM(kind, 2));
-        long long found = PyErr_Occurred() ? PLACE_ERROR : place_of(tensor, num_bytes);
+        long long found = PyErr_Occurred() ? PLACE_ERROR : find_place(tensor, num_bytes);
         Py_DECREF(tensor);
         if (found == PLACE_MISSING)
             Py_SETREF(places, Py_NewRef(Py_None));

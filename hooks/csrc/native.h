@@ -12,9 +12,13 @@
     NAME(_begin)                                                                                                       \
     NAME(_capture)                                                                                                     \
     NAME(_cdata)                                                                                                       \
+    NAME(_counts)                                                                                                      \
+    NAME(_digesters)                                                                                                   \
     NAME(_end)                                                                                                         \
+    NAME(_executions)                                                                                                  \
     NAME(_facts)                                                                                                       \
     NAME(_group)                                                                                                       \
+    NAME(_known)                                                                                                       \
     NAME(_last)                                                                                                        \
     NAME(_launches)                                                                                                    \
     NAME(_lines)                                                                                                       \
@@ -24,6 +28,8 @@
     NAME(_memory_of)                                                                                                   \
     NAME(_node)                                                                                                        \
     NAME(_num_modules)                                                                                                 \
+    NAME(_owed)                                                                                                        \
+    NAME(_places)                                                                                                      \
     NAME(_record_scalars)                                                                                              \
     NAME(_recorder)                                                                                                    \
     NAME(_run)                                                                                                         \
@@ -36,9 +42,12 @@
     NAME(current)                                                                                                      \
     NAME(data_ptr)                                                                                                     \
     NAME(depth)                                                                                                        \
+    NAME(device)                                                                                                       \
     NAME(digests)                                                                                                      \
     NAME(dtype)                                                                                                        \
+    NAME(execution)                                                                                                    \
     NAME(flying)                                                                                                       \
+    NAME(get_device)                                                                                                   \
     NAME(gradients)                                                                                                    \
     NAME(group)                                                                                                        \
     NAME(group_of)                                                                                                     \
@@ -61,7 +70,6 @@
     NAME(modules)                                                                                                      \
     NAME(name)                                                                                                         \
     NAME(nbytes)                                                                                                       \
-    NAME(next_sites)                                                                                                   \
     NAME(note_write)                                                                                                   \
     NAME(op)                                                                                                           \
     NAME(out)                                                                                                          \
@@ -73,6 +81,7 @@
     NAME(stack)                                                                                                        \
     NAME(storage_offset)                                                                                               \
     NAME(stride)                                                                                                       \
+    NAME(submit_places)                                                                                                \
     NAME(untyped_storage)                                                                                              \
     NAME(values)
 
@@ -161,6 +170,11 @@ PyObject *plain_kind(PyObject *tensor, PyObject *is_there);
 
 /* Return the digest of a tensor whose leaf digests are known. */
 PyObject *digest_leaves(PyObject *header, const uint8_t *leaves, Py_ssize_t leaves_bytes);
+
+/* Where a tensor's elements lie, one after the other, as `layout.places_of_portably` has it: 0 for an empty one,
+ * PLACE_STRIDED for one that lies otherwise; PLACE_MISSING where its memory is not there; PLACE_ERROR with an error set. */
+enum { PLACE_STRIDED = -1, PLACE_MISSING = -2, PLACE_ERROR = -3 };
+long long find_place(PyObject *tensor, long long num_bytes);
 
 /* Return a new type, `Memory`. */
 PyObject *make_memory_type(void);

@@ -306,17 +306,101 @@ static PyObject *storage_of(PyObject *tensor)
     return number;
 }
 
+/* Add an event for each of some tensors of one device, as `StepBuilder._add_on_device`: 1, with the events of each in
+ * `added`; 0 where the Python has to, since they are many, strided or not plain, or their digester is another; -1 with an
+ * error set. */
+static int add_on_device(PyObject *builder, PyObject *sites, PyObject *tensors, PyObject *group, PyObject *sources,
+                         PyObject *added)
+{
+    Py_ssize_t count = PyList_GET_SIZE(tensors);
+    PyObject *kinds = PyList_New(0), *places = PyList_New(0), *device = NULL, *digesters = NULL, *digester = NULL;
+    PyObject *tickets = NULL, *all_owed = NULL, *owed = NULL, *record = NULL, *none = PyBytes_FromStringAndSize(NULL, 0);
+    int found = kinds == NULL || places == NULL || none == NULL ? -1 : 1;
+    long long first_device = 0;
+    for (Py_ssize_t index = 0; found == 1 && index < count; index++) {
+        PyObject *tensor = PyList_GET_ITEM(tensors, index), *known = plain_kind(tensor, name_is_cuda), *place = NULL;
+        if (known == NULL) {
+            found = PyErr_Occurred() ? -1 : 0;
+            break;
+        }
+        PyObject *kind = PyTuple_GET_ITEM(known, 0);
+        long long where = find_place(tensor, PyLong_AsLongLong(PyTuple_GET_ITEM(kind, 2)));
+        long long device_index = PyErr_Occurred() ? -1 : number_of(tensor, name_get_device);
+        if (index == 0)
+            first_device = device_index;
+        if (PyErr_Occurred())
+            found = -1;
+        else if (where <= 0 || device_index != first_device)
+            found = 0;
+        else if ((place = PyLong_FromLongLong(where)) == NULL || PyList_Append(kinds, kind) < 0 ||
+                 PyList_Append(places, place) < 0)
+            found = -1;
+        Py_XDECREF(place);
+        Py_DECREF(known);
+    }
+    if (found != 1)
+        goto end;
+    found = -1;
+    if ((device = PyObject_GetAttr(PyList_GET_ITEM(tensors, 0), name_device)) == NULL ||
+        (digesters = PyObject_GetAttr(builder, name__digesters)) == NULL ||
+        (digester = PyObject_GetItem(digesters, device)) == NULL ||
+        (tickets = PyObject_CallMethodObjArgs(digester, name_submit_places, kinds, places, NULL)) == NULL)
+        goto end;
+    if (!PyList_Check(tickets) || PyList_GET_SIZE(tickets) != count) {
+        found = 0;
+        goto end;
+    }
+    if ((record = PyObject_GetAttr(builder, name_record)) == NULL ||
+        (all_owed = PyObject_GetAttr(builder, name__owed)) == NULL || (owed = PyObject_GetItem(all_owed, device)) == NULL)
+        goto end;
+    for (Py_ssize_t index = 0; index < count; index++) {
+        Py_ssize_t at = add_event(record, PyList_GET_ITEM(sites, index), PyList_GET_ITEM(kinds, index), none, none, group,
+                                  PyList_GET_ITEM(sources, index));
+        PyObject *event = at < 0 ? NULL : PyLong_FromSsize_t(at), *events = NULL;
+        if (event != NULL && PyObject_SetItem(owed, event, PyList_GET_ITEM(tickets, index)) == 0)
+            events = PyObject_GetItem(alone, event);
+        int failed = events == NULL ? -1 : PyList_Append(added, events);
+        Py_XDECREF(event);
+        Py_XDECREF(events);
+        if (failed)
+            goto end;
+    }
+    found = 1;
+end:
+    Py_XDECREF(kinds);
+    Py_XDECREF(places);
+    Py_XDECREF(device);
+    Py_XDECREF(digesters);
+    Py_XDECREF(digester);
+    Py_XDECREF(tickets);
+    Py_XDECREF(record);
+    Py_XDECREF(all_owed);
+    Py_XDECREF(owed);
+    Py_XDECREF(none);
+    return found;
+}
+
 /* Add an event for each tensor, as `StepBuilder.add_all_computed`; return a list of the events of each. */
 static PyObject *add_computed(PyObject *builder, PyObject *sites, PyObject *tensors, PyObject *group, PyObject *sources)
 {
     Py_ssize_t count = PyList_GET_SIZE(tensors);
     PyObject *added = NULL, *record = NULL, *flying = PyObject_GetAttr(builder, name_flying);
-    int is_elsewhere = flying == NULL ? -1 : PyObject_IsTrue(flying);
+    int is_elsewhere = flying == NULL ? -1 : PyObject_IsTrue(flying), is_on_device = 0;
     Py_XDECREF(flying);
     if (is_elsewhere == 0 && count > 0)
-        is_elsewhere = has(PyList_GET_ITEM(tensors, 0), name_is_cuda);
+        is_elsewhere = is_on_device = has(PyList_GET_ITEM(tensors, 0), name_is_cuda);
     if (is_elsewhere < 0)
         return NULL;
+    if (is_on_device) {
+        if ((added = PyList_New(0)) == NULL)
+            return NULL;
+        int is_done = add_on_device(builder, sites, tensors, group, sources, added);
+        if (is_done == 1)
+            return added;
+        Py_CLEAR(added);
+        if (is_done < 0)
+            return NULL;
+    }
     if (is_elsewhere) { /* on a device, or a collective may be writing one */
         added = PyObject_CallMethodObjArgs(builder, name_add_all_computed, sites, tensors, group, sources, NULL);
         if (added == NULL || (PyList_Check(added) && PyList_GET_SIZE(added) == count))
@@ -577,6 +661,47 @@ end:
     return where;
 }
 
+/* Return the sites of an operation that runs at `where`, as `StepBuilder.next_sites`. */
+static PyObject *next_sites(PyObject *builder, PyObject *facts, PyObject *where)
+{
+    PyObject *known = PyObject_GetAttr(builder, name__known), *places = NULL, *key = NULL, *place = NULL;
+    PyObject *counts = NULL, *now = NULL, *executions = NULL, *sites = NULL;
+    if (known == NULL || (places = PyObject_GetAttr(known, name__places)) == NULL)
+        goto end;
+    key = PyTuple_Pack(5, PyTuple_GET_ITEM(where, WHERE_PHASE), PyTuple_GET_ITEM(where, WHERE_ROOT),
+                       PyTuple_GET_ITEM(where, WHERE_PATH), PyTuple_GET_ITEM(facts, FACTS_NAME),
+                       PyTuple_GET_ITEM(where, WHERE_IS_EVAL));
+    if (key == NULL || (place = PyObject_GetItem(places, key)) == NULL ||
+        (counts = PyObject_GetAttr(builder, name__counts)) == NULL)
+        goto end;
+    if (!PyDict_Check(counts)) {
+        PyErr_SetString(PyExc_TypeError, "a step counts in a dictionary");
+        goto end;
+    }
+    PyObject *before = PyDict_GetItemWithError(counts, place);
+    Py_ssize_t number = before != NULL ? PyLong_AsSsize_t(before) : 0;
+    if (PyErr_Occurred() || (now = PyLong_FromSsize_t(number + 1)) == NULL || PyDict_SetItem(counts, place, now) < 0 ||
+        (executions = PyObject_GetAttr(place, name__executions)) == NULL)
+        goto end;
+    if (PyList_Check(executions) && number >= 0 && number < PyList_GET_SIZE(executions))
+        sites = Py_NewRef(PyList_GET_ITEM(executions, number));
+    else {
+        PyObject *own = PyLong_FromSsize_t(number);
+        if (own != NULL)
+            sites = PyObject_CallMethodOneArg(place, name_execution, own);
+        Py_XDECREF(own);
+    }
+end:
+    Py_XDECREF(known);
+    Py_XDECREF(places);
+    Py_XDECREF(key);
+    Py_XDECREF(place);
+    Py_XDECREF(counts);
+    Py_XDECREF(now);
+    Py_XDECREF(executions);
+    return sites;
+}
+
 /* Open the group of an operation, as `StepBuilder.open_group(sites.group("op", ...))`; return its number. */
 static PyObject *open_group(PyObject *builder, PyObject *sites, PyObject *facts, PyObject *where)
 {
@@ -731,9 +856,7 @@ static PyObject *open_operation(PyObject *hooks, PyObject *facts, PyObject *args
         opened = Py_NewRef(Py_None);
     if (is_kept != 1 || sorted == 2)
         goto end;
-    sites = PyObject_CallMethodObjArgs(builder, name_next_sites, PyTuple_GET_ITEM(where, WHERE_PHASE),
-                                       PyTuple_GET_ITEM(where, WHERE_ROOT), PyTuple_GET_ITEM(where, WHERE_PATH),
-                                       PyTuple_GET_ITEM(facts, FACTS_NAME), PyTuple_GET_ITEM(where, WHERE_IS_EVAL), NULL);
+    sites = next_sites(builder, facts, where);
     if (sites == NULL || (group = open_group(builder, sites, facts, where)) == NULL || (inputs = PyList_New(0)) == NULL)
         goto end;
     if (read_arguments(hooks, where, facts, sites, group, tensors, inputs, written, storages) < 0)

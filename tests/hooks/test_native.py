@@ -26,9 +26,10 @@ from bitcheck.hooks import dynamo, ops, steps, tensors
 from bitcheck.hooks.kernels import layout
 from bitcheck.hooks.native import native
 from bitcheck.hooks.op_schema import facts_of
-from bitcheck.hooks.sites import Sites
+from bitcheck.hooks.sites import Place, Sites
 from bitcheck.hooks.steps import StepBuilder
 from bitcheck.run import open_run
+from tests.hooks import native_job
 from tests.hooks.programs import PROGRAMS
 from tests.hooks.test_neutral import run
 
@@ -346,14 +347,13 @@ def record_all(folder: Path, level: str, form: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
 
 
-@pytest.mark.parametrize("level", ["module", "op"])
-def test_every_program_is_recorded_by_the_compiled_form_as_by_the_python_alone(level: str, tmp_path: Path) -> None:
-    children = {form: record_all(tmp_path / form, level, form) for form in ("compiled", "alone")}
+def test_every_program_is_recorded_by_the_compiled_form_as_by_the_python_alone(tmp_path: Path) -> None:
+    children = {form: record_all(tmp_path / form, "op", form) for form in ("compiled", "alone")}
     for child in children.values():
         _, errors = child.communicate(timeout=300)
         assert child.returncode == 0, errors.decode()
         assert b"recording has stopped" not in errors, errors.decode()
-    for name in PROGRAMS:
+    for name in native_job.NAMES:
         with open_run(tmp_path / "compiled" / name) as compiled, open_run(tmp_path / "alone" / name) as alone:
             rows, expected = compiled.rank(0), alone.rank(0)
             assert rows.num_rows == expected.num_rows >= 4
@@ -399,7 +399,7 @@ def fail_at(number: int, method: Callable[..., Any], error: BaseException) -> Ca
 PIECES: dict[str, tuple[Any, str]] = {
     "begin, where it runs": (ops.OpHooks, "_locate"),
     "begin, the Python's": (ops.OpHooks, "_begin"),
-    "begin, its sites": (StepBuilder, "next_sites"),
+    "begin, its sites": (Place, "execution"),
     "begin, its group": (Sites, "group"),
     "begin, an argument that nobody wrote": (ops.OpHooks, "_site_of_unwritten"),
     "begin, its numbers": (ops.OpHooks, "_record_scalars"),
@@ -463,16 +463,16 @@ def test_a_mistake_without_a_line_of_python_ends_the_recording_and_nothing_else(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RecordingError("meant for the program")], ids=repr)
-@pytest.mark.parametrize("name", ["next_sites", "add_computed"])
+@pytest.mark.parametrize(("owner", "name"), [(Place, "execution"), (StepBuilder, "add_computed")])
 def test_an_interrupt_and_an_error_for_the_program_go_on_to_it(
-    name: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = left_behind()
     with bitcheck.record(tmp_path / "a", level="op"):
         x = torch.ones(3)
         inside = left_behind()
         with monkeypatch.context() as patch:
-            patch.setattr(StepBuilder, name, fail_at(1, getattr(StepBuilder, name), error))
+            patch.setattr(owner, name, fail_at(1, getattr(owner, name), error))
             with pytest.raises(type(error)):
                 x.to_sparse().add(1)
         assert left_behind() == inside
