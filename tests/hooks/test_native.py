@@ -462,6 +462,17 @@ def test_a_mistake_without_a_line_of_python_ends_the_recording_and_nothing_else(
     assert left_behind() == before
 
 
+def test_what_the_python_opens_is_looked_at_before_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with bitcheck.record(tmp_path / "a", level="op"):
+        x = torch.ones(3)
+        torch.cat([x, x])  # the Python runs an operator that is new
+        monkeypatch.setattr(ops.OpHooks, "_begin", lambda *_: ())
+        assert torch.cat([x, x]).tolist() == [1] * 6
+    assert "recording failed in compiled code: TypeError: what was opened, not ()" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RecordingError("meant for the program")], ids=repr)
 @pytest.mark.parametrize(("owner", "name"), [(Place, "execution"), (StepBuilder, "add_computed")])
 def test_an_interrupt_and_an_error_for_the_program_go_on_to_it(
@@ -477,6 +488,18 @@ def test_an_interrupt_and_an_error_for_the_program_go_on_to_it(
                 x.to_sparse().add(1)
         assert left_behind() == inside
     assert left_behind() == before
+
+
+def test_torchdynamo_is_put_back_as_it_was(tmp_path: Path) -> None:
+    with bitcheck.record(tmp_path / "a", level="op"):
+        x = torch.ones(3) + 1
+        before = dynamo.pause(False)  # as in code that TorchDynamo has compiled: run it, compile no more
+        try:
+            x = x + 1
+            assert dynamo.pause(False) is False
+        finally:
+            dynamo.pause(before)
+    assert x.tolist() == [3, 3, 3]
 
 
 def test_an_operation_that_fails_fails_as_in_the_bare_program(tmp_path: Path) -> None:
