@@ -502,7 +502,7 @@ class _Alone(dict[int, tuple[int]]):
 
 _alone = _Alone()
 if native is not None:
-    native.configure(alone=_alone)
+    native.configure(alone=_alone, digest_error=DigestError)
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -87,6 +87,7 @@
 
 /* Objects that `configure` is given, by name: first those that a tensor's digest takes. */
 #define NEEDS(NEED)                                                                                                    \
+    NEED(digest_error)                                                                                                 \
     NEED(digest_header)                                                                                                \
     NEED(is_functorch)                                                                                                 \
     NEED(parameter_type)                                                                                               \

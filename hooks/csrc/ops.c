@@ -344,8 +344,13 @@ static int add_on_device(PyObject *builder, PyObject *sites, PyObject *tensors, 
     if ((device = PyObject_GetAttr(PyList_GET_ITEM(tensors, 0), name_device)) == NULL ||
         (digesters = PyObject_GetAttr(builder, name__digesters)) == NULL ||
         (digester = PyObject_GetItem(digesters, device)) == NULL ||
-        (tickets = PyObject_CallMethodObjArgs(digester, name_submit_places, kinds, places, NULL)) == NULL)
+        (tickets = PyObject_CallMethodObjArgs(digester, name_submit_places, kinds, places, NULL)) == NULL) {
+        if (PyErr_ExceptionMatches(digest_error)) { /* a graph is being captured, or the device has failed */
+            PyErr_Clear();
+            found = 0;
+        }
         goto end;
+    }
     if (!PyList_Check(tickets) || PyList_GET_SIZE(tickets) != count) {
         found = 0;
         goto end;
