@@ -6,13 +6,14 @@ from typing import Any
 import torch
 
 from bitcheck.events import Kind, Site, StepColumns
+from bitcheck.hooks.fresh import Shadow
 from bitcheck.hooks.op_schema import OpFacts
 from bitcheck.hooks.ops import Opened, OpHooks
 
 class Memory:
     """As `ops._StorageWriters`."""
 
-    written: tuple[int, int] | None
+    written: tuple[int, int] | Shadow | None
     builder: Any
     events: tuple[int, ...]
     @property

@@ -33,6 +33,7 @@ from bitcheck.events import Kind, Phase, Site
 from bitcheck.hooks.callers import is_sending_objects, weight_in_call
 from bitcheck.hooks.capture import Capture
 from bitcheck.hooks.dynamo import UnseenMode, is_quiet, paused, skip_frame
+from bitcheck.hooks.fresh import Mask, Rerun, Shadow, can_run_again, is_dense
 from bitcheck.hooks.launches import Kernel, LaunchHooks
 from bitcheck.hooks.lines import Lines
 from bitcheck.hooks.modules import in_backward, named_tensors
@@ -88,10 +89,21 @@ class Location(NamedTuple):
 
 Writes = list[tuple[str, torch.Tensor, int | None]]
 """(slot, tensor, storage) of what an operation writes."""
-Opened = tuple[StepBuilder, Sites, int, tuple[int, ...], Writes, set[int | None], str | None]
+
+
+class Besides(NamedTuple):
+    """What is seldom known of an operation that is about to run."""
+
+    line: str | None
+    """The Python line that asked for it, where lines are noted."""
+    rerun: Rerun | None
+    """Where it was given what memory held by chance: tells what of its results hangs on that."""
+
+
+Opened = tuple[StepBuilder, Sites, int, tuple[int, ...], Writes, set[int | None], Besides | None]
 """An operation that is about to run: the step; its sites; its group; the events that it is computed from; the
 arguments that it writes; the storages of these, or where it writes none of all its arguments, since a
-result that lies there is no new tensor; the Python line that asked for it, where lines are noted."""
+result that lies there is no new tensor; what is seldom known of it."""
 
 
 _is_gone: Callable[[Any], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
@@ -105,9 +117,10 @@ class _StorageWriters:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.weak: Any = tensor.untyped_storage()._weak_ref()
         """`_is_gone(memory.weak)`: the storage was freed; another may lie at its address."""
-        self.written: tuple[int, int] | None = None
-        """Of memory that was handed out with nothing in it: bytes from and up to which it was written since; None where
-        all of it may mean something."""
+        self.written: tuple[int, int] | Shadow | None = None
+        """Of memory that was handed out with nothing in it: bytes from and up to which it was written since, or which
+        mean something where they are not all of those; None where all of it may mean something. On a device always the
+        first: what lies between two parts that were written counts as written."""
         self.builder: StepBuilder | None = None
         self.events: tuple[int, ...] = ()
 
@@ -134,19 +147,52 @@ class _Memory(_Base):
 
     def is_fresh(self, tensor: torch.Tensor) -> bool:
         """Say whether nobody wrote yet where a tensor lies, as far as is known."""
-        if self.written is None:
+        if self.written is None or isinstance(self.written, Shadow):
             return False
         begin, end = byte_span(tensor)
         return end <= self.written[0] or begin >= self.written[1]
 
-    def note_write(self, tensor: torch.Tensor) -> None:
-        """Note that a tensor over this memory was written."""
-        if self.written is None:
+    @property
+    def is_untouched(self) -> bool:
+        """Nobody wrote any of it yet, as far as is known."""
+        return isinstance(self.written, tuple) and self.written[0] >= self.written[1]
+
+    def note_write(self, tensor: torch.Tensor, chance: Mask | None = None) -> None:
+        """Note that a tensor over this memory was written, all of it but for the elements that are chance."""
+        if self.written is None and chance is None:
             return
         begin, end = byte_span(tensor)
-        if self.written[0] < self.written[1]:
-            begin, end = min(begin, self.written[0]), max(end, self.written[1])
-        self.written = (begin, end) if end - begin < tensor.untyped_storage().nbytes() else None
+        known = self.written
+        if isinstance(known, tuple) and chance is None:
+            is_apart = known[0] < known[1] and (begin > known[1] or end < known[0])
+            if not tensor.is_cpu or (is_dense(tensor) and not is_apart):
+                if known[0] < known[1]:
+                    begin, end = min(begin, known[0]), max(end, known[1])
+                self.written = (begin, end) if end - begin < tensor.untyped_storage().nbytes() else None
+                return
+        shadow = self._shadow(tensor)
+        shadow.note(tensor, chance)
+        self.written = None if chance is None and shadow.is_complete else shadow
+
+    def chance(self, tensor: torch.Tensor) -> Mask | None:
+        """Return which elements of a CPU tensor over this memory hold what it held by chance, None where none does."""
+        known = self.written
+        if isinstance(known, Shadow):
+            if not known.fits(tensor):
+                self.written = None  # resized behind PyTorch's back
+                return None
+            return known.chance(tensor)
+        if known is None:
+            return None
+        begin, end = byte_span(tensor)
+        return None if known[0] <= begin and end <= known[1] else self._shadow(tensor).chance(tensor)
+
+    def _shadow(self, tensor: torch.Tensor) -> Shadow:
+        num_bytes = tensor.untyped_storage().nbytes()
+        if isinstance(self.written, Shadow) and self.written.fits(tensor):
+            return self.written
+        begin, end = self.written if isinstance(self.written, tuple) else (0, num_bytes)
+        return Shadow(num_bytes, begin, end)
 
 
 class OpHooks(UnseenMode):
@@ -159,6 +205,9 @@ class OpHooks(UnseenMode):
         self._lines = Lines() if with_lines else None
         self._memory: dict[int | None, _Memory] = {}
         self._next_sweep = _SWEEP
+        self.in_part: dict[int | None, _Memory] = {}
+        """Of `_memory` on the CPU: what was handed out empty, until it is seen to be written in full. Where there is
+        none, as mostly, nothing below is done that has to do with chance."""
         self._facts: dict[int, OpFacts] = {}
         self._last: tuple[tuple[object, ...], Location] | None = None
         """A place, and the location that it is; in one, for several threads of autograd may run."""
@@ -317,6 +366,7 @@ class OpHooks(UnseenMode):
         where = self._locate()
         builder = where.builder
         if not builder.is_kept:
+            self._lose_sight()
             return None
         given = _sort_arguments(facts, args, kwargs)
         if given is None:
@@ -328,6 +378,8 @@ class OpHooks(UnseenMode):
             self._save(self._capture, facts, where, sites.first.occurrence, args, kwargs)
         if facts.is_scaling and kwargs and kwargs.get("beta", 1) == 0:
             facts = facts._replace(unread=facts.unread | {"self"})
+        chances = self._chances(facts, tensors) if self.in_part else None
+        rerun = self._rerun(builder, facts, args, kwargs, tensors, chances) if chances else None
         changes = bool(facts.written or facts.unread)
         read_sites, read, sources = [], [], []
         written: Writes = []
@@ -354,14 +406,19 @@ class OpHooks(UnseenMode):
                 read_sites.append(self._site_of_unwritten(where, sites[name], tensor, storage))
                 sources.append(())
             read.append(tensor)
-        inputs = [*chain.from_iterable(builder.add_all_computed(read_sites, read, group, sources))]
+        if rerun is None or chances is None:
+            added = builder.add_all_computed(read_sites, read, group, sources)
+        else:
+            added = _add_in_part(builder, read_sites, read, group, sources, chances)
+        inputs = [*chain.from_iterable(added)]
         if facts.draws:
             named = dict(named_arguments(facts, args, kwargs))
             inputs += self._record_generator(facts, where, sites.first.occurrence, group, named)
         if scalars:
             inputs += self._record_scalars(builder, sites["scalars"], scalars, group)
         line = self._lines.note(where.phase) if self._lines is not None else None
-        return builder, sites, group, tuple(inputs), written, storages, line
+        besides = Besides(line, rerun) if line is not None or rerun is not None else None
+        return builder, sites, group, tuple(inputs), written, storages, besides
 
     def _site_of_unwritten(self, where: Location, site: Site, tensor: torch.Tensor, storage: int | None) -> Site:
         """Return under which site an argument is recorded that no operation wrote: data, whichever phase reads it."""
@@ -404,15 +461,25 @@ class OpHooks(UnseenMode):
 
     @paused
     def _end(self, facts: OpFacts, opened: Opened, result: Any) -> None:
-        builder, sites, group, inputs, written, storages, line = opened
+        builder, sites, group, inputs, written, storages, besides = opened
+        line, rerun = besides if besides is not None else (None, None)
         outputs = (("out", result),) if type(result) is torch.Tensor else named_tensors(result, "out")
         wrote = written.copy()
         for slot, tensor in outputs:
             if _has_bytes(tensor) and (storage := storage_id(tensor)) not in storages and not facts.is_private(slot):
                 wrote.append((slot, tensor, storage))
+        found = rerun.chances() if rerun is not None else None
+        if rerun is not None and (found is None or not wrote):
+            builder.count_chance(inputs)  # it may be of effect: a number that the program reads, an unknown operator
         if not wrote:
             return
-        if len(wrote) == 1:
+        chances = self._chances_of_results(rerun, found, wrote) if rerun is not None and found else {}
+        if chances:
+            added = _add_in_part(
+                builder, [sites[slot] for slot, _, _ in wrote], [tensor for _, tensor, _ in wrote], group,
+                [inputs] * len(wrote), chances,
+            )  # fmt: skip
+        elif len(wrote) == 1:
             added = [builder.add_computed(sites[wrote[0][0]], wrote[0][1], group, inputs)]
         else:
             slots, tensors, _ = zip(*wrote, strict=True)
@@ -421,7 +488,85 @@ class OpHooks(UnseenMode):
         for number, ((_, tensor, storage), events) in enumerate(zip(wrote, added, strict=True)):
             if line:
                 builder.record.values.update(dict.fromkeys(events, line))
-            self._note_write(builder, tensor, storage, events, is_new=number >= len(written))
+            self._note_write(builder, tensor, storage, events, number >= len(written), chances.get(id(tensor)))
+
+    # --- memory that was handed out empty and written in part
+
+    def _chances(self, facts: OpFacts, tensors: list[tuple[str, torch.Tensor]]) -> dict[int, Mask]:
+        """Return `id` of an argument that is read -> which of its elements hold what memory held by chance."""
+        found = {}
+        for name, tensor in tensors:
+            argument = name.partition(".")[0]
+            if argument in facts.unread or (memory := self._in_part_at(storage_id(tensor))) is None:
+                continue
+            if memory.is_untouched and argument not in facts.written:
+                self._trust(memory)
+            elif (chance := memory.chance(tensor)) is not None:
+                found[id(tensor)] = chance
+        return found
+
+    def _in_part_at(self, storage: int | None) -> _Memory | None:
+        """Return what is known of a storage that may hold chance; None where it does not any more."""
+        if storage not in self.in_part:
+            return None
+        memory = self._memory.get(storage)
+        if memory is not None and memory.written is not None and not _is_gone(memory.weak):
+            return memory
+        del self.in_part[storage]
+        return None
+
+    def _trust(self, memory: _Memory) -> None:
+        """Take all that memory holds for data: nobody was seen to write it, and yet it is read. numpy may have."""
+        memory.written = None
+
+    def _rerun(
+        self,
+        builder: StepBuilder,
+        facts: OpFacts,
+        args: Any,
+        kwargs: Any,
+        tensors: list[tuple[str, torch.Tensor]],
+        chances: dict[int, Mask],
+    ) -> Rerun | None:
+        """Return what tells which results hang on chance; where nothing can, chance counts as data."""
+        if can_run_again(facts, args, kwargs):
+            try:
+                return Rerun(facts, args, kwargs, chances)
+            except (RuntimeError, NotImplementedError, ValueError):
+                pass  # an argument that cannot be copied
+        for _, tensor in tensors:
+            if id(tensor) in chances:
+                builder.count_chance(self.writers(builder, tensor))
+                self.chance(tensor, True)
+        return None
+
+    def _chances_of_results(self, rerun: Rerun, found: dict[str, Mask], wrote: Writes) -> dict[int, Mask]:
+        """Return `id` of a result -> which of its elements hang on chance."""
+        chances = {}
+        for slot, tensor, storage in wrote:
+            chance = found.get(slot)
+            if chance is None or chance.shape != tensor.shape or not tensor.is_cpu:
+                continue
+            memory = self._in_part_at(storage)
+            if memory is not None and memory.is_untouched and chance.all() and rerun.is_all_from(tensor, slot):
+                self._trust(memory)  # all was computed from what nobody was seen to write
+            else:
+                chances[id(tensor)] = chance
+        return chances
+
+    def chance(self, tensor: torch.Tensor, counts: bool) -> Mask | None:
+        """Return which elements of a tensor hold chance, None where none does; `counts`: from now on they are data."""
+        memory = self._in_part_at(storage_id(tensor))
+        chance = memory.chance(tensor) if memory is not None and not memory.is_untouched else None
+        if counts and chance is not None and memory is not None:
+            memory.note_write(tensor)
+        return chance
+
+    def _lose_sight(self) -> None:
+        """Operations are not looked at for now: what they write is not seen."""
+        for memory in self.in_part.values():
+            memory.written = None
+        self.in_part.clear()
 
     def _record_generator(
         self, facts: OpFacts, where: Location, occurrence: int, group: int, named: dict[str, Any]
@@ -457,12 +602,21 @@ class OpHooks(UnseenMode):
         self._note_write(builder, tensor, storage_id(tensor), events, is_new=False)
 
     def _note_write(
-        self, builder: StepBuilder, tensor: torch.Tensor, storage: int | None, events: Sequence[int], is_new: bool
+        self,
+        builder: StepBuilder,
+        tensor: torch.Tensor,
+        storage: int | None,
+        events: Sequence[int],
+        is_new: bool,
+        chance: Mask | None = None,
     ) -> None:
         memory = self._memory_of(tensor, storage)
         if memory is None:
             return
-        memory.note_write(tensor)
+        if chance is None or not (memory.is_untouched and chance.all()):
+            memory.note_write(tensor, chance)
+        if chance is not None:
+            self.in_part[storage] = memory
         if is_new or memory.builder is not builder or tensor.nbytes >= tensor.untyped_storage().nbytes():
             memory.builder = builder
             memory.events = tuple(events)
@@ -488,6 +642,10 @@ class OpHooks(UnseenMode):
             if memory is not None:
                 memory.begin_again(tensor)
                 memory.written = (0, 0) if is_fresh else None
+                if is_fresh and tensor.is_cpu and tensor.untyped_storage().nbytes():
+                    self.in_part[storage_id(tensor)] = memory
+                    if len(self.in_part) > self._next_sweep:
+                        self._sweep()
 
     def _is_state(self, builder: StepBuilder, tensor: torch.Tensor, storage: int | None) -> bool:
         if self._state_of is not builder:
@@ -525,6 +683,27 @@ class OpHooks(UnseenMode):
         and as many of those as a step has results would leave its memory in pieces that nothing fits into."""
         self._memory = {key: memory for key, memory in self._memory.items() if not _is_gone(memory.weak)}
         self._next_sweep = 2 * len(self._memory) + _SWEEP
+        for storage in list(self.in_part):
+            self._in_part_at(storage)
+
+
+def _add_in_part(
+    builder: StepBuilder,
+    sites: list[Site],
+    tensors: list[torch.Tensor],
+    group: int,
+    inputs: list[tuple[int, ...]],
+    chances: dict[int, Mask],
+) -> list[tuple[int, ...]]:
+    """Do as `StepBuilder.add_all_computed`, without the elements that hold chance."""
+    added: list[tuple[int, ...]] = []
+    for site, tensor, given in zip(sites, tensors, inputs, strict=True):
+        chance = chances.get(id(tensor))
+        if chance is None:
+            added.append(builder.add_computed(site, tensor, group, given))
+        else:
+            added.append(builder.add_in_part(site, tensor, chance, group, given))
+    return added
 
 
 def _note_detour(builder: StepBuilder, node: str) -> None:

@@ -324,6 +324,7 @@ class Recorder:
         builder = StepBuilder(step, StepKind.STEP, self._is_kept(step), self._digesters, self._known)
         if (ops := self.ops) is not None:
             builder.writers = ops.writers
+            builder.in_part, builder.chance = ops.in_part, ops.chance
         if self.collectives is not None:
             completions = self.collectives.completions
             builder.awaited, builder.flying = completions.awaited, completions.flying

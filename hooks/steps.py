@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from bitcheck.digest import digest_bytes
@@ -21,7 +22,9 @@ from bitcheck.hooks.native import native
 from bitcheck.hooks.sharding import local_part, placement_text
 from bitcheck.hooks.sites import Known, Place, Sites
 from bitcheck.hooks.tensors import (
+    Digest,
     PlainValue,
+    digest_in_part,
     digest_plain,
     digest_tensor,
     digest_value,
@@ -37,6 +40,12 @@ if TYPE_CHECKING:
 
 
 _device_number = torch.Tensor.get_device
+_PASSED_ON = frozenset({Phase.BATCH, Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD})
+"""Phases whose tensors something else is computed from: what of them means nothing may never be used."""
+_IN_PART = (
+    "memory of torch.empty that was written in part: what nobody wrote, and what hangs on that, is left out of a "
+    "tensor's digest unless it reaches a loss, a gradient, a parameter or other state"
+)
 UNREAD = bytes(16)
 """In place of the digest of a tensor that could not be read; it is counted as unobserved."""
 
@@ -149,6 +158,13 @@ class StepBuilder:
         """Parameters that were gathered in backward."""
         self.awaited: Callable[[StepBuilder, Site, torch.Tensor, int, tuple[int, ...]], list[int] | None] | None = None
         """Records a tensor that a collective is still writing; gives None for any other."""
+        self.in_part: Mapping[int | None, Any] = {}
+        """At level `op`: storages that may hold what memory held by chance."""
+        self.chance: Callable[[torch.Tensor, bool], npt.NDArray[np.bool_] | None] | None = None
+        """Tells which elements of a tensor that lies in one of them do, None where none does. With True what it holds
+        counts from then on."""
+        self._left_out: dict[int, Digest] = {}
+        """Event -> the digest of all of a tensor, where elements were left out."""
         self.flying: Mapping[int, Any] = {}
         """Storages that collectives are still writing."""
         self.recomputed: dict[tuple[str, str], list[int]] = {}
@@ -246,6 +262,10 @@ class StepBuilder:
 
         Without `add_writers`, `inputs` are all that it was computed from, also at level `op`.
         """
+        if self.in_part and self.is_kept:
+            inputs = tuple(inputs)
+            if (added := self._heed_chance(site, tensor, group, inputs, add_writers)) is not None:
+                return added
         if self.is_kept and self._has_landed(tensor):
             inputs = self.same(tuple(inputs))
             sources = self._with_writers(inputs, tensor) if add_writers else inputs
@@ -272,6 +292,46 @@ class StepBuilder:
                 return [_alone[index] for index in added]
         add = self.add_computed
         return [add(site, tensor, group, given) for site, tensor, given in zip(sites, tensors, inputs, strict=True)]
+
+    def add_in_part(
+        self, site: Site, tensor: torch.Tensor, chance: npt.NDArray[np.bool_], group: int, inputs: tuple[int, ...]
+    ) -> tuple[int]:
+        """Record a plain CPU tensor without the elements that are chance, bool [*shape], until `count_chance`."""
+        index = self.record.add(site, kind_of(tensor), *digest_in_part(tensor, chance), group, inputs)
+        self._left_out[index] = digest_tensor(tensor)
+        if _IN_PART not in self.record.remarks:
+            self.record.remarks += (_IN_PART,)
+        return _alone[index]
+
+    def count_chance(self, events: Iterable[int]) -> None:
+        """What was left out of these events was of effect: it counts, and so does what it hung on."""
+        waiting = list(events)
+        while waiting:
+            index = waiting.pop()
+            whole = self._left_out.pop(index, None)
+            if whole is not None:
+                self.record.digests[index], self.record.leaves[index] = whole
+                waiting += self.record.inputs[index]
+
+    def _heed_chance(
+        self, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...], add_writers: bool
+    ) -> Sequence[int] | None:
+        """Record a tensor that holds chance where that may be without effect; None for any other."""
+        if site.phase not in _PASSED_ON:
+            self._count_chance(tensor, inputs)
+        elif self.chance is not None and storage_id(tensor) in self.in_part:
+            chance = self.chance(tensor, False)
+            if chance is not None:
+                sources = self._with_writers(self.same(inputs), tensor) if add_writers else self.same(inputs)
+                return self.add_in_part(site, tensor, chance, group, sources)
+        return None
+
+    def _count_chance(self, tensor: torch.Tensor, inputs: tuple[int, ...]) -> None:
+        """Count what of a tensor is chance: it is state now, or leaves the process."""
+        if self.chance is None or storage_id(tensor) not in self.in_part or self.chance(tensor, True) is None:
+            return
+        wrote = self.writers(self, tensor) if self.writers is not None else ()
+        self.count_chance(wrote or inputs)
 
     def _with_writers(self, inputs: tuple[int, ...], tensor: torch.Tensor) -> tuple[int, ...]:
         """Return what a tensor was computed from, those included that last wrote its memory."""
@@ -327,6 +387,10 @@ class StepBuilder:
         """Record many tensors at once, which is one launch on a device."""
         if not (self.is_kept and tensors):
             return []
+        if self.in_part:
+            inputs = tuple(inputs)
+            for _, tensor in tensors:
+                self._count_chance(tensor, inputs)
         record = self.record
         added: list[int] = []
         given = self.same(tuple(inputs))

@@ -107,12 +107,12 @@ def tensor_parts(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
             and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta or _is_functorch(tensor))
         ):
             return [("", tensor)]
-    with _unseen():
+    with unseen():
         return list(_take_apart(tensor, ""))
 
 
 @contextmanager
-def _unseen() -> Iterator[None]:
+def unseen() -> Iterator[None]:
     """Keep operators from user's modes, from subclasses and from autograd."""
     with _NO_FUNCTION(), torch._C._DisableTorchDispatch(), torch.no_grad():
         yield
@@ -344,7 +344,7 @@ def _fetch(tensor: torch.Tensor) -> Bytes:
     """Copy a tensor of another device to the host."""
     if tensor.is_meta or _is_fake(tensor):
         raise DigestError(_no_bytes(tensor))
-    with _unseen():
+    with unseen():
         data = np.empty(tensor.nbytes, np.uint8)
         start = 0
         for chunk in _chunks(tensor):
@@ -452,9 +452,16 @@ def digest_tensor(tensor: torch.Tensor) -> Digest:
         shape = tensor.shape
         if tensor.is_cpu or tensor.is_meta:
             return digest_bytes(dtype_name(tensor), shape, tensor_bytes(tensor))
-        with _unseen():
+        with unseen():
             leaves = b"".join(map(digest_leaves, _chunks(tensor)))
             return digest_from_leaves(dtype_name(tensor), shape, tensor.nbytes, leaves), leaves
+
+
+def digest_in_part(tensor: torch.Tensor, chance: npt.NDArray[np.bool_]) -> Digest:
+    """Return (digest, leaf digests) of a plain CPU tensor with zeros in place of some elements, bool [*shape]."""
+    data = tensor_bytes(tensor).copy()
+    data.reshape(-1, tensor.itemsize)[chance.reshape(-1)] = 0
+    return digest_bytes(dtype_name(tensor), tensor.shape, data)
 
 
 def byte_span(tensor: torch.Tensor) -> tuple[int, int]:

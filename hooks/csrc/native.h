@@ -52,6 +52,7 @@
     NAME(group)                                                                                                        \
     NAME(group_of)                                                                                                     \
     NAME(groups)                                                                                                       \
+    NAME(in_part)                                                                                                      \
     NAME(inputs)                                                                                                       \
     NAME(is_active)                                                                                                    \
     NAME(is_conj)                                                                                                      \

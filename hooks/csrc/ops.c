@@ -597,6 +597,31 @@ static int is_seldom(PyObject *hooks, PyObject *facts, PyObject *kwargs)
     return seldom;
 }
 
+/* Whether a tensor that is read may hold what memory held by chance, as `OpHooks._chances` finds out; without any, whether
+ * there is such memory at all. -1 with an error set. */
+static int is_in_part(PyObject *hooks, PyObject *facts, PyObject *tensors)
+{
+    PyObject *in_part = PyObject_GetAttr(hooks, name_in_part), *unread = PyTuple_GET_ITEM(facts, FACTS_UNREAD);
+    int found = in_part == NULL || !PyDict_Check(in_part) ? -1 : 0;
+    if (found < 0 && !PyErr_Occurred())
+        PyErr_SetString(PyExc_TypeError, "memory written in part is in a dictionary");
+    if (!found && PyDict_GET_SIZE(in_part) > 0) {
+        found = tensors == NULL;
+        for (Py_ssize_t index = 0; !found && index < PyList_GET_SIZE(tensors); index++) {
+            PyObject *pair = PyList_GET_ITEM(tensors, index);
+            int is_unread = PySet_Contains(unread, PyTuple_GET_ITEM(pair, 0));
+            PyObject *storage = is_unread == 0 ? storage_of(PyTuple_GET_ITEM(pair, 1)) : NULL;
+            if (storage != NULL)
+                found = PyDict_Contains(in_part, storage);
+            else if (is_unread <= 0)
+                found = -1;
+            Py_XDECREF(storage);
+        }
+    }
+    Py_XDECREF(in_part);
+    return found;
+}
+
 /* --- where it runs */
 
 /* Return where an operation runs, as `OpHooks._locate`: mostly where the one before did. */
@@ -849,6 +874,9 @@ static PyObject *open_operation(PyObject *hooks, PyObject *facts, PyObject *args
         sorted = sort_arguments(facts, args, kwargs, tensors, scalars);
     else if (sorted > 0)
         sorted = 0;
+    int in_part = sorted == 1 ? is_in_part(hooks, facts, tensors) : 0;
+    if (in_part != 0)
+        sorted = in_part < 0 ? -1 : 0;
     if (sorted == 0)
         opened = PyObject_CallMethodObjArgs(hooks, name__begin, facts, args, kwargs, NULL);
     if (sorted != 1 && sorted != 2)
@@ -857,7 +885,9 @@ static PyObject *open_operation(PyObject *hooks, PyObject *facts, PyObject *args
         goto end;
     PyObject *builder = PyTuple_GET_ITEM(where, WHERE_BUILDER);
     int is_kept = has(builder, name_is_kept);
-    if (is_kept == 0 || sorted == 2)
+    if (is_kept == 0 && (in_part = is_in_part(hooks, facts, NULL)) != 0)
+        opened = in_part < 0 ? NULL : PyObject_CallMethodObjArgs(hooks, name__begin, facts, args, kwargs, NULL);
+    else if (is_kept == 0 || sorted == 2)
         opened = Py_NewRef(Py_None);
     if (is_kept != 1 || sorted == 2)
         goto end;

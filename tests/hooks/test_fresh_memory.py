@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +16,41 @@ from torch import nn
 from bitcheck.answer import Answer
 from bitcheck.diff import diff_runs
 from bitcheck.events import Level
+from bitcheck.hooks.native import native
 from bitcheck.hooks.op_schema import facts_of
+from bitcheck.hooks.ops import OpHooks
 from bitcheck.hooks.recorder import Recorder
 from bitcheck.memory import MemoryRun, MemoryStore
 from tests.two_memories import compare_in_two_memories
 
 Use = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """What is done with (a permutation, fresh memory of its shape)."""
+Empty = Callable[..., torch.Tensor]
+"""`torch.empty` of float32, in memory that somebody had before."""
+Program = Callable[[Empty], torch.Tensor]
+
+EXPERT = torch.tensor([0, 0, 1, 2, 2, 2, 1, 0])
+POSITION = torch.tensor([0, 1, 0, 0, 1, 2, 1, 2])
+"""Where in a buffer of 3 experts with 4 slots each the 8 tokens go: 4 slots stay empty."""
+CHOSEN = EXPERT == 1
+TOKENS = torch.arange(32.0).reshape(8, 4) - 16
+NATIVE = pytest.param(True, marks=pytest.mark.skipif(native is None, reason="hooks/csrc was not compiled"))
+
+
+@pytest.fixture(params=[NATIVE, False], ids=["compiled", "python"], autouse=True)
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[OpHooks]:
+    """Record by the compiled code, and by the Python alone; return what is made to do so."""
+    made: list[OpHooks] = []
+    make = OpHooks.__init__
+
+    def make_one(self: OpHooks, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        made.append(self)
+        if not request.param:
+            self._run_natively, self._open, self._close = OpHooks._run, self._begin, self._end
+
+    monkeypatch.setattr(OpHooks, "__init__", make_one)
+    return made
 
 
 def indexed(order: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
@@ -70,26 +101,45 @@ def written_in_part(order: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
 
 def compare(use: Use) -> Answer:
     """Record a step twice, with other bits in fresh memory the second time."""
-    runs = []
-    for left_behind in (1, 2):
-        memory = MemoryStore()
-        torch.manual_seed(0)
-        net = nn.Linear(8, 8)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def run(empty: Empty) -> torch.Tensor:
         order = torch.randperm(8)
-        recorder = Recorder(lambda: memory, level=Level.OP)  # noqa: B023  called at once
-        recorder.start(net)
-        try:
-            fresh = torch.empty_like(order)
-            fresh.numpy()[:] = left_behind  # as whoever had the memory before may have left it
-            weight = use(order, fresh).float().mean()
+        return use(order, empty(8, dtype=order.dtype))
+
+    return compare_programs(run, run)
+
+
+def compare_programs(*programs: Program, num_steps: int = 1, **options: Any) -> Answer:
+    """Record a baseline and a candidate, with other bits in fresh memory the second time."""
+    runs = [
+        record(program, byte, num_steps, **options)[0] for program, byte in zip(programs, (0x35, 0x6A), strict=True)
+    ]
+    return diff_runs(*runs)
+
+
+def record(program: Program, byte: int, num_steps: int = 1, **options: Any) -> tuple[MemoryRun, Recorder]:
+    """Record steps whose gradients a program's result weighs."""
+    memory = MemoryStore()
+    torch.manual_seed(0)
+    net = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    recorder = Recorder(lambda: memory, level=Level.OP, **options)
+    recorder.start(net)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        fresh = torch.empty(*shape, dtype=dtype)
+        fresh.view(torch.uint8).numpy()[...] = byte  # as whoever had the memory before may have left it
+        return fresh
+
+    try:
+        for _ in range(num_steps):
+            weight = program(empty).float().mean()
             (net(torch.ones(3, 8)) * weight).sum().backward()
             optimizer.step()
-        finally:
-            recorder.stop()
-        run = MemoryRun({0: memory.records}, level=Level.OP, status="complete", environment={}, info={})
-        runs.append(run)
-    return diff_runs(*runs)
+    finally:
+        recorder.stop()
+    assert recorder.trouble is None
+    return MemoryRun({0: memory.records}, level=Level.OP, status="complete", environment={}, info={}), recorder
 
 
 @pytest.mark.parametrize("use", [indexed, scattered, halves, scattered_by_halves, scaled_to_nothing])
@@ -115,6 +165,278 @@ def test_what_reads_it_or_passes_it_on_is_named(use: Use, op: str) -> None:
     if answer.cause == "data":
         assert "never written" in answer.explanation
     assert "torch.empty" in answer.remedy and "`bitcheck scan --poison -- CMD`" in answer.remedy
+
+
+def masked(empty: Empty) -> torch.Tensor:
+    buffer = empty(8, 4)
+    buffer[CHOSEN] = TOKENS[CHOSEN]
+    buffer[~CHOSEN] = TOKENS[~CHOSEN] * 2
+    return buffer
+
+
+def masked_by_nothing_and_all(empty: Empty) -> torch.Tensor:
+    buffer, nothing = empty(8, 4), torch.zeros(8, dtype=torch.bool)
+    buffer[nothing] = TOKENS[nothing]
+    buffer[~nothing] = TOKENS
+    return buffer
+
+
+def every_second_row(empty: Empty) -> torch.Tensor:
+    buffer = empty(8, 4)
+    buffer[0::2] = TOKENS[0::2]
+    half = buffer.clone()
+    buffer[1::2] = TOKENS[1::2]
+    return buffer + half[0::2].repeat(2, 1)
+
+
+def rows_out_of_order(empty: Empty) -> torch.Tensor:
+    buffer = empty(8, 4)
+    buffer[6] = TOKENS[6]
+    buffer[0] = TOKENS[0]
+    copy = buffer.clone()
+    return copy[6] + copy[0]
+
+
+def dispatched_to_experts(empty: Empty) -> torch.Tensor:
+    slots = empty(3, 4, 4)
+    slots[EXPERT, POSITION] = TOKENS
+    return slots[EXPERT, POSITION]
+
+
+def multiplied_by_experts(empty: Empty) -> torch.Tensor:
+    slots = empty(3, 4, 4)
+    slots[EXPERT, POSITION] = TOKENS
+    weight = torch.ones(3, 4, 5, requires_grad=True)
+    hidden = nn.functional.silu(torch.bmm(slots, weight))
+    hidden = nn.functional.dropout(nn.functional.layer_norm(hidden, (5,)).softmax(-1))
+    return hidden[EXPERT, POSITION]
+
+
+def given_to_modules(empty: Empty) -> torch.Tensor:
+    experts = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4).eval())
+    slots = empty(12, 4)
+    slots[:8] = TOKENS
+    result: torch.Tensor = experts(slots)[:8]
+    return result
+
+
+def chosen_by_where(empty: Empty) -> torch.Tensor:
+    buffer = empty(8, 4)
+    buffer[CHOSEN] = TOKENS[CHOSEN]
+    return torch.where(CHOSEN[:, None], buffer, 0) + buffer.masked_fill(~CHOSEN[:, None], 1)
+
+
+def copied_with_its_padding(empty: Empty) -> torch.Tensor:
+    padded = empty(8, 8)
+    padded[:, :4] = TOKENS
+    copy = torch.cat([padded.clone(), padded.t().contiguous().t()])
+    return copy.index_select(0, POSITION)[:, :4] + torch.stack([padded, padded])[1].narrow(1, 1, 3).sum()
+
+
+def padded_indices(empty: Empty) -> torch.Tensor:
+    indices = empty(3, 4, dtype=torch.int64)
+    indices[EXPERT, POSITION] = POSITION
+    return nn.functional.embedding(indices.clamp(0, 3), TOKENS)[EXPERT, POSITION]
+
+
+def without_autograd(empty: Empty) -> torch.Tensor:
+    with torch.inference_mode():
+        result = masked(empty) + multiplied_by_experts_at_rest(empty)
+    return result.clone()
+
+
+def multiplied_by_experts_at_rest(empty: Empty) -> torch.Tensor:
+    slots = empty(3, 4, 4)
+    slots[EXPERT, POSITION] = TOKENS
+    return torch.bmm(slots, torch.ones(3, 4, 4)).exp_()[EXPERT, POSITION]
+
+
+def kept_over_steps() -> Program:
+    kept: list[torch.Tensor] = []
+
+    def run(empty: Empty) -> torch.Tensor:
+        if not kept:
+            kept.append(empty(8, 4))
+            kept[0][CHOSEN] = TOKENS[CHOSEN]
+        return kept[0][CHOSEN] * 2
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        masked,
+        masked_by_nothing_and_all,
+        every_second_row,
+        rows_out_of_order,
+        dispatched_to_experts,
+        multiplied_by_experts,
+        given_to_modules,
+        chosen_by_where,
+        copied_with_its_padding,
+        padded_indices,
+        without_autograd,
+    ],
+)
+def test_a_part_that_nobody_wrote_and_that_has_no_effect_is_no_difference(program: Program) -> None:
+    answer = compare_programs(program, program)
+    assert answer.verdict == "identical", answer.explanation
+
+
+def test_what_is_known_of_a_part_outlives_the_step() -> None:
+    answer = compare_programs(kept_over_steps(), kept_over_steps(), num_steps=3)
+    assert answer.verdict == "identical", answer.explanation
+
+
+def activated(empty: Empty) -> torch.Tensor:
+    buffer = empty(8, 4)
+    buffer[CHOSEN] = TOKENS[CHOSEN]
+    return torch.relu(buffer * 2)
+
+
+def read_as_a_number(empty: Empty) -> torch.Tensor:
+    buffer = empty(8, 4)
+    buffer[CHOSEN] = TOKENS[CHOSEN]
+    buffer.sum().item()
+    return TOKENS
+
+
+def copied_into_a_parameter() -> Program:
+    module = nn.Linear(4, 8)
+
+    def run(empty: Empty) -> torch.Tensor:
+        module(TOKENS)
+        buffer = empty(8, 4)
+        buffer[CHOSEN] = TOKENS[CHOSEN]
+        with torch.no_grad():
+            module.weight.copy_(buffer)
+        return TOKENS
+
+    return run
+
+
+@pytest.mark.parametrize("make", [lambda: activated, lambda: read_as_a_number, copied_into_a_parameter])
+def test_a_part_that_nobody_wrote_is_named_where_it_takes_effect(make: Callable[[], Program]) -> None:
+    torch.manual_seed(0)
+    baseline = make()
+    torch.manual_seed(0)
+    answer = compare_programs(baseline, make())
+    assert answer.first is not None
+    assert "aten.index_put_.default.self.written" in str(answer.first.site)
+    assert "torch.empty" in answer.remedy and "`bitcheck scan --poison -- CMD`" in answer.remedy
+
+
+def test_what_has_no_effect_stays_out_beside_what_has() -> None:
+    def run(empty: Empty) -> torch.Tensor:
+        return multiplied_by_experts(empty).mean() + activated(empty)
+
+    answer = compare_programs(run, run)
+    assert answer.first is not None
+    assert {str(origin.site) for origin in answer.origins} == {"forward/program:aten.index_put_.default.self.written#1"}
+
+
+def faulty(bits: int) -> Program:
+    """Change bits of an element that was written, of memory that was written in part, where no operation does it."""
+
+    def run(empty: Empty) -> torch.Tensor:
+        slots = empty(3, 4, 4)
+        slots[EXPERT, POSITION] = TOKENS
+        slots.numpy().view("uint32")[1, 1, 3] ^= bits
+        copy = slots.clone()
+        return torch.bmm(copy, torch.ones(3, 4, 4))[EXPERT, POSITION]
+
+    return run
+
+
+def test_a_difference_in_the_part_that_was_written_is_found_and_named() -> None:
+    answer = compare_programs(faulty(0), faulty(1))
+    assert answer.first is not None
+    assert str(answer.first.site) == "forward/program:aten.clone.default.self"
+    assert compare_programs(faulty(1), faulty(1)).verdict == "identical"
+
+
+def test_what_is_left_out_is_said_once_in_a_step() -> None:
+    run, _ = record(multiplied_by_experts, 1, num_steps=2)
+    for step in (1, 2):
+        (remark,) = run.rank(0).load(step).remarks
+        assert "torch.empty" in remark
+
+
+def written_in_full_by_step_1(more: int) -> Program:
+    kept: list[torch.Tensor] = []
+
+    def run(empty: Empty) -> torch.Tensor:
+        if not kept:
+            kept.append(empty(8, 4))
+            kept[0][:4] = TOKENS[:4]
+        elif len(kept) == 1:
+            kept.append(TOKENS + more)
+            kept[0][4:] = kept[1][4:]
+        return kept[0].clone()[:4]
+
+    return run
+
+
+def test_a_step_that_is_not_recorded_may_write_the_rest() -> None:
+    answer = compare_programs(written_in_full_by_step_1(0), written_in_full_by_step_1(1), num_steps=3, every=2)
+    assert answer.first is not None
+    assert (answer.first.step, str(answer.first.site)) == (2, "forward/program:aten.clone.default.self")
+    answer = compare_programs(written_in_full_by_step_1(1), written_in_full_by_step_1(1), num_steps=3, every=2)
+    assert answer.verdict == "identical", answer.explanation
+
+
+def test_the_programs_bits_and_generators_are_its_own() -> None:
+    def run(empty: Empty) -> torch.Tensor:
+        results.append(multiplied_by_experts(empty) + masked(empty).mean())
+        buffer = empty(64)
+        buffer[:60] = 1
+        results.append(nn.functional.dropout(buffer)[:60])
+        buffer[::2].normal_()
+        buffer.masked_fill_(torch.arange(64) > 5, 2).mul_(torch.rand(64))
+        results.append(buffer[:60].clone())
+        results.append(torch.rand(3))
+        return results[-1]
+
+    results: list[torch.Tensor] = []
+    record(run, 1)
+    recorded, results = results, []
+    torch.manual_seed(0)
+    nn.Linear(8, 8)
+    run(torch.empty)
+    for own, bare in zip(recorded, results, strict=True):
+        assert torch.equal(own, bare)
+
+
+def test_nothing_is_kept_of_memory_that_is_gone() -> None:
+    held: list[weakref.ref[Any]] = []
+
+    def run(empty: Empty) -> torch.Tensor:
+        slots = empty(3, 4, 4)
+        slots[EXPERT, POSITION] = TOKENS
+        held.append(weakref.ref(slots.untyped_storage()))
+        return slots[EXPERT, POSITION]
+
+    _, recorder = record(run, 1, num_steps=2)
+    gc.collect()
+    assert recorder.ops is not None
+    recorder.ops.forget()
+    assert not recorder.ops.in_part
+
+
+def test_memory_that_is_written_in_full_is_followed_no_more(how: list[OpHooks]) -> None:
+    followed: list[int] = []
+
+    def run(empty: Empty) -> torch.Tensor:
+        result = masked(empty)
+        result = result.abs()
+        followed.append(len(how[-1].in_part))
+        result = multiplied_by_experts(empty)
+        followed.append(len(how[-1].in_part))
+        return result
+
+    record(run, 1)
+    assert followed[0] == 0 < followed[1]
 
 
 RECURRENT = """

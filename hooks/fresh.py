@@ -1,0 +1,232 @@
+"""Memory that was handed out empty and written in part: which of its bytes mean anything, at level `op`.
+
+    known = Shadow(storage_bytes)            nobody wrote any of it
+    known.note(rows, None)                   rows were written
+    known.chance(buffer)                     bool [*shape]: the elements that hold what memory held by chance
+
+What an operation makes of such memory is found by executing it again, on copies, with several fillings in the place
+of what is chance: an element that is the same for all of them does not hang on chance, one that is not the same does,
+and is chance from then on. So a masked write, a padded copy and a grouped product over empty slots are all followed
+to the element, with nothing known of the operators but what they do. An element that also differs between two
+executions on one filling is a race, and no chance. All is numpy on the host: nothing is dispatched and no tensor of
+the program's is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bitcheck.hooks.capture import CallMemory
+from bitcheck.hooks.modules import named_tensors
+from bitcheck.hooks.op_schema import OpFacts, named_arguments
+from bitcheck.hooks.tensors import byte_span, tensor_bytes, unseen
+
+Mask = npt.NDArray[np.bool_]
+"""bool [*shape] of a tensor: the elements that hold what memory held by chance."""
+
+_NUM_FILLINGS = 3
+_TOP_BYTES = ((0x3F, 0x3F), (0xC0, 0xC0), (0x5A, 0xDA))
+"""For each filling, what an element's byte of sign and exponent may be: about 1; about -2; large, of either sign. All
+are finite in every floating dtype. One of the three shows whether a maximum, a ReLU, a softmax or a square hangs on
+the element; the bytes below vary from one element to the next, as a row of equal numbers is nothing to a LayerNorm."""
+
+
+class Shadow:
+    """Which bytes of a storage on the CPU mean something."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self, num_bytes: int, begin: int, end: int) -> None:
+        """Of `num_bytes`, those from `begin` up to `end` do."""
+        self._known = np.zeros(num_bytes, np.bool_)
+        self._known[begin:end] = True
+
+    @property
+    def is_complete(self) -> bool:
+        """All of them do."""
+        return bool(self._known.all())
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Say whether the tensor's storage still has the size that it had."""
+        return tensor.untyped_storage().nbytes() == len(self._known)
+
+    def _window(self, tensor: torch.Tensor) -> Mask:
+        """The part that a tensor covers, bool [*shape, itemsize]; writing to it writes here."""
+        return _window(self._known, tensor)
+
+    def note(self, tensor: torch.Tensor, chance: Mask | None) -> None:
+        """A tensor was written: all of it means something but the elements that are chance."""
+        self._window(tensor)[...] = True if chance is None else ~chance[..., None]
+
+    def chance(self, tensor: torch.Tensor) -> Mask | None:
+        """Return which elements of a tensor are chance, None where none is."""
+        if not tensor.numel():
+            return None
+        chance = np.asarray(~self._window(tensor).all(-1))
+        return chance if chance.any() else None
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor covers all bytes from its first to its last."""
+    begin, end = byte_span(tensor)
+    return end - begin == tensor.nbytes
+
+
+class Rerun:
+    """One call of an operator that is given chance, with its inputs as they were before it ran."""
+
+    def __init__(
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], chances: Mapping[int, Mask | None]
+    ) -> None:
+        """`chances`: `id` of a tensor among the arguments -> which of its elements are chance."""
+        self._facts, self._args, self._kwargs = facts, args, kwargs
+        self._filled = [
+            (value, chance)
+            for _, value in named_arguments(facts, args, kwargs)
+            if isinstance(value, torch.Tensor) and (chance := chances.get(id(value))) is not None
+        ]
+        self._memory = CallMemory()
+        with unseen():
+            for value in (*args, *kwargs.values()):
+                self._memory.measure(value)
+            self._copies = self._memory.copies()
+            self._generators = list(generators_of(facts, args, kwargs))
+            self._states = [generator.get_state() for generator in self._generators]
+        self._unchanged: set[str] = set()
+
+    def is_all_from(self, tensor: torch.Tensor, slot: str) -> bool:
+        """Say of an argument that was written whether the only chance there was is what it held, and was used."""
+        return slot not in self._unchanged and all(value is tensor for value, _ in self._filled)
+
+    def chances(self) -> dict[str, Mask] | None:
+        """Return slot -> which elements of a result are chance, where any are; None where that cannot be told."""
+        try:
+            with unseen():
+                return self._chances()
+        except Exception:  # noqa: BLE001  an operator that cannot take the fillings: its results count as they are
+            return None
+
+    def _chances(self) -> dict[str, Mask] | None:
+        first = self._execute(0)
+        if not all(map(_is_plain, first.values())):
+            return None
+        others = [self._execute(number) for number in range(1, _NUM_FILLINGS)]
+        found: dict[str, Mask] = {}
+        for slot, one in first.items():
+            if any(other[slot].shape != one.shape or other[slot].dtype != one.dtype for other in others):
+                return None
+            differs = [_differs(one, other[slot]) for other in others]
+            chance = np.asarray(np.logical_or.reduce(differs))
+            if chance.any():
+                found[slot] = chance
+        if found:
+            again = self._execute(0)
+            for slot in list(found):
+                found[slot] &= ~_differs(first[slot], again[slot])
+                if not found[slot].any():
+                    del found[slot]
+        return found
+
+    def _execute(self, number: int) -> dict[str, torch.Tensor]:
+        """Execute the operator with one of the fillings; return slot -> what it wrote and gave."""
+        copies = [flat.clone() for flat in self._copies]
+        for value, chance in self._filled:
+            _fill(self._memory.rebuild(value, copies), chance, number)
+        args = tuple(self._memory.rebuild(value, copies) for value in self._args)
+        kwargs = {name: self._memory.rebuild(value, copies) for name, value in self._kwargs.items()}
+        written = {
+            f"{name}.written": value
+            for name, value in named_arguments(self._facts, args, kwargs)
+            if isinstance(value, torch.Tensor) and name.partition(".")[0] in self._facts.written
+        }
+        before = {slot: tensor_bytes(value).copy() for slot, value in written.items()} if number == 0 else {}
+        with put_back(self._generators, self._states):
+            result = operator_named(self._facts.name)(*args, **kwargs)
+        self._unchanged.update(
+            slot for slot, data in before.items() if np.array_equal(data, tensor_bytes(written[slot]))
+        )
+        return written | dict(named_tensors(result, "out"))
+
+
+def can_run_again(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Say whether a call may be executed again on copies: PyTorch's own operator, all it is given plain and at hand."""
+    return facts.name.startswith("aten.") and all(
+        _is_plain(value) for _, value in named_arguments(facts, args, kwargs) if isinstance(value, torch.Tensor)
+    )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def operator_named(name: str) -> Any:
+    """Return the operator overload of a name: `aten.index_put_.default`."""
+    namespace, packet, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+def generators_of(facts: OpFacts, args: Any, kwargs: Any) -> Iterator[torch.Generator]:
+    """Yield the generators of the CPU that an operator of PyTorch's draws from."""
+    if facts.draws:
+        given = [value for _, value in named_arguments(facts, args, kwargs) if isinstance(value, torch.Generator)]
+        yield from given or [torch.default_generator]
+
+
+@contextmanager
+def put_back(generators: list[torch.Generator], states: list[torch.Tensor]) -> Iterator[None]:
+    """Give generators other states for as long as this lasts."""
+    after = [generator.get_state() for generator in generators]
+    try:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        yield
+    finally:
+        for generator, state in zip(generators, after, strict=True):
+            generator.set_state(state)
+
+
+def _window(memory: npt.NDArray[Any], tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """View one value a byte of a storage as a tensor over that storage lies in it, [*shape, itemsize]."""
+    size = tensor.itemsize
+    strides = (*(stride * size for stride in tensor.stride()), 1)
+    return np.ndarray((*tensor.shape, size), memory.dtype, memory, tensor.storage_offset() * size, strides)
+
+
+def _differs(one: torch.Tensor, other: torch.Tensor) -> Mask:
+    """bool [*shape]: the element's bits differ."""
+    words = (tensor_bytes(one) != tensor_bytes(other)).reshape(-1, one.itemsize)
+    return np.asarray(words.any(-1).reshape(tuple(one.shape)))
+
+
+def _fill(tensor: torch.Tensor, chance: Mask, number: int) -> None:
+    """Write one of the fillings over the elements of a copy that are chance."""
+    memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+    _window(memory, tensor)[chance] = _filling(tensor.dtype, int(chance.sum()), number)
+
+
+def _filling(dtype: torch.dtype, count: int, number: int) -> npt.NDArray[np.uint8]:
+    """Return elements that may stand anywhere, uint8 [count, itemsize].
+
+    Whole numbers are 0 or 1, as they may be indices.
+    """
+    size = dtype.itemsize
+    noise = np.random.default_rng(0 if number < 2 else 1)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        filling = np.zeros((count, size), np.uint8)
+        filling[:, 0] = noise.integers(0, 2, count) ^ (number & 1)
+        return filling
+    word = size // 2 if dtype.is_complex else size
+    words = noise.integers(0, 256, (count * size // word, word), np.uint8)
+    tops = np.asarray(_TOP_BYTES[number], np.uint8)[words[:, 0] & 1]
+    words[:, -1] = (tops & 0xF0) | (words[:, 0] & 0x07) if word == 1 else tops
+    return words.reshape(count, size)
