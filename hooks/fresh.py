@@ -25,6 +25,7 @@ import torch
 from bitcheck.hooks.capture import CallMemory
 from bitcheck.hooks.modules import named_tensors
 from bitcheck.hooks.op_schema import OpFacts, named_arguments
+from bitcheck.hooks.replay import find_operator
 from bitcheck.hooks.tensors import byte_span, tensor_bytes, unseen
 
 Mask = npt.NDArray[np.bool_]
@@ -96,9 +97,11 @@ class Rerun:
             for value in (*args, *kwargs.values()):
                 self._memory.measure(value)
             self._copies = self._memory.copies()
-            self._generators = list(generators_of(facts, args, kwargs))
+            given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+            self._generators = [torch.default_generator, *given]
             self._states = [generator.get_state() for generator in self._generators]
         self._unchanged: set[str] = set()
+        self._silent = self._places_not_written()
 
     def is_all_from(self, tensor: torch.Tensor, slot: str) -> bool:
         """Say of an argument that was written whether the only chance there was is what it held, and was used."""
@@ -112,11 +115,24 @@ class Rerun:
         except Exception:  # noqa: BLE001  an operator that cannot take the fillings: its results count as they are
             return None
 
+    def _places_not_written(self) -> list[int]:
+        """Return which of the storages hold no chance and are not said to be written."""
+        said = {value.untyped_storage()._cdata for value, _ in self._filled}
+        for name, value in named_arguments(self._facts, self._args, self._kwargs):
+            if isinstance(value, torch.Tensor) and name.partition(".")[0] in self._facts.written:
+                said.add(value.untyped_storage()._cdata)
+        return [place for place, (storage, _, _) in enumerate(self._memory.storages()) if storage not in said]
+
     def _chances(self) -> dict[str, Mask] | None:
-        first = self._execute(0)
+        first, silent = self._execute(0)
         if not all(map(_is_plain, first.values())):
             return None
-        others = [self._execute(number) for number in range(1, _NUM_FILLINGS)]
+        others = []
+        for number in range(1, _NUM_FILLINGS):
+            other, silent_other = self._execute(number)
+            if not all(map(torch.equal, silent, silent_other)):
+                return None  # chance takes effect in what its schema does not say: a BatchNorm's running mean
+            others.append(other)
         found: dict[str, Mask] = {}
         for slot, one in first.items():
             if any(other[slot].shape != one.shape or other[slot].dtype != one.dtype for other in others):
@@ -126,15 +142,18 @@ class Rerun:
             if chance.any():
                 found[slot] = chance
         if found:
-            again = self._execute(0)
+            again, _ = self._execute(0)
             for slot in list(found):
                 found[slot] &= ~_differs(first[slot], again[slot])
                 if not found[slot].any():
                     del found[slot]
         return found
 
-    def _execute(self, number: int) -> dict[str, torch.Tensor]:
-        """Execute the operator with one of the fillings; return slot -> what it wrote and gave."""
+    def _execute(self, number: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        """Execute the operator with one of the fillings.
+
+        Return slot -> what it wrote and gave, and the bytes of what it is not said to write.
+        """
         copies = [flat.clone() for flat in self._copies]
         for value, chance in self._filled:
             _fill(self._memory.rebuild(value, copies), chance, number)
@@ -147,11 +166,11 @@ class Rerun:
         }
         before = {slot: tensor_bytes(value).copy() for slot, value in written.items()} if number == 0 else {}
         with put_back(self._generators, self._states):
-            result = operator_named(self._facts.name)(*args, **kwargs)
+            result = find_operator(self._facts.name)(*args, **kwargs)
         self._unchanged.update(
             slot for slot, data in before.items() if np.array_equal(data, tensor_bytes(written[slot]))
         )
-        return written | dict(named_tensors(result, "out"))
+        return written | dict(named_tensors(result, "out")), [copies[place] for place in self._silent]
 
 
 def can_run_again(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -167,19 +186,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
-
-
-def operator_named(name: str) -> Any:
-    """Return the operator overload of a name: `aten.index_put_.default`."""
-    namespace, packet, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-
-
-def generators_of(facts: OpFacts, args: Any, kwargs: Any) -> Iterator[torch.Generator]:
-    """Yield the generators of the CPU that an operator of PyTorch's draws from."""
-    if facts.draws:
-        given = [value for _, value in named_arguments(facts, args, kwargs) if isinstance(value, torch.Generator)]
-        yield from given or [torch.default_generator]
 
 
 @contextmanager

@@ -463,17 +463,22 @@ class OpHooks(UnseenMode):
     def _end(self, facts: OpFacts, opened: Opened, result: Any) -> None:
         builder, sites, group, inputs, written, storages, besides = opened
         line, rerun = besides if besides is not None else (None, None)
-        outputs = (("out", result),) if type(result) is torch.Tensor else named_tensors(result, "out")
+        outputs = (("out", result),) if type(result) is torch.Tensor else tuple(named_tensors(result, "out"))
         wrote = written.copy()
         for slot, tensor in outputs:
             if _has_bytes(tensor) and (storage := storage_id(tensor)) not in storages and not facts.is_private(slot):
                 wrote.append((slot, tensor, storage))
-        found = rerun.chances() if rerun is not None else None
-        if rerun is not None and (found is None or not wrote):
-            builder.count_chance(inputs)  # it may be of effect: a number that the program reads, an unknown operator
         if not wrote:
+            if rerun is not None and not outputs:
+                builder.count_chance(inputs)  # it gave a number: what the program does may hang on it
             return
-        chances = self._chances_of_results(rerun, found, wrote) if rerun is not None and found else {}
+        chances: dict[int, Mask] = {}
+        if rerun is not None:
+            found = rerun.chances()
+            if found is None:
+                builder.count_chance(inputs)  # what it made of chance is not known, and so counts
+            else:
+                chances = self._chances_of_results(rerun, found, wrote)
         if chances:
             added = _add_in_part(
                 builder, [sites[slot] for slot, _, _ in wrote], [tensor for _, tensor, _ in wrote], group,
@@ -532,8 +537,8 @@ class OpHooks(UnseenMode):
         if can_run_again(facts, args, kwargs):
             try:
                 return Rerun(facts, args, kwargs, chances)
-            except (RuntimeError, NotImplementedError, ValueError):
-                pass  # an argument that cannot be copied
+            except Exception:  # noqa: BLE001  an argument that cannot be copied: what it holds counts
+                pass
         for _, tensor in tensors:
             if id(tensor) in chances:
                 builder.count_chance(self.writers(builder, tensor))
@@ -617,6 +622,8 @@ class OpHooks(UnseenMode):
             memory.note_write(tensor, chance)
         if chance is not None:
             self.in_part[storage] = memory
+        elif memory.written is None:
+            self.in_part.pop(storage, None)
         if is_new or memory.builder is not builder or tensor.nbytes >= tensor.untyped_storage().nbytes():
             memory.builder = builder
             memory.events = tuple(events)

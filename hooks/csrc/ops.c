@@ -597,14 +597,23 @@ static int is_seldom(PyObject *hooks, PyObject *facts, PyObject *kwargs)
     return seldom;
 }
 
+/* Return `OpHooks.in_part`. */
+static PyObject *in_part_of(PyObject *hooks)
+{
+    PyObject *in_part = PyObject_GetAttr(hooks, name_in_part);
+    if (in_part == NULL || PyDict_Check(in_part))
+        return in_part;
+    Py_DECREF(in_part);
+    PyErr_SetString(PyExc_TypeError, "memory written in part is in a dictionary");
+    return NULL;
+}
+
 /* Whether a tensor that is read may hold what memory held by chance, as `OpHooks._chances` finds out; without any, whether
  * there is such memory at all. -1 with an error set. */
 static int is_in_part(PyObject *hooks, PyObject *facts, PyObject *tensors)
 {
-    PyObject *in_part = PyObject_GetAttr(hooks, name_in_part), *unread = PyTuple_GET_ITEM(facts, FACTS_UNREAD);
-    int found = in_part == NULL || !PyDict_Check(in_part) ? -1 : 0;
-    if (found < 0 && !PyErr_Occurred())
-        PyErr_SetString(PyExc_TypeError, "memory written in part is in a dictionary");
+    PyObject *in_part = in_part_of(hooks), *unread = PyTuple_GET_ITEM(facts, FACTS_UNREAD);
+    int found = in_part == NULL ? -1 : 0;
     if (!found && PyDict_GET_SIZE(in_part) > 0) {
         found = tensors == NULL;
         for (Py_ssize_t index = 0; !found && index < PyList_GET_SIZE(tensors); index++) {
@@ -951,6 +960,17 @@ static Memory *memory_of(PyObject *hooks, PyObject *memories, PyObject *tensor, 
     return memory;
 }
 
+/* Memory is known to be written in full; -1 with an error set. */
+static int follow_no_more(PyObject *hooks, PyObject *storage)
+{
+    PyObject *in_part = in_part_of(hooks);
+    int found = in_part == NULL ? -1 : PyDict_Contains(in_part, storage);
+    if (found > 0)
+        found = PyDict_DelItem(in_part, storage);
+    Py_XDECREF(in_part);
+    return found;
+}
+
 /* Note what was written, as `OpHooks._note_write`; -1 with an error set. */
 static int note_write(PyObject *hooks, PyObject *builder, PyObject *tensor, PyObject *storage, PyObject *events, int is_new)
 {
@@ -962,7 +982,7 @@ static int note_write(PyObject *hooks, PyObject *builder, PyObject *tensor, PyOb
     if (memory->written != NULL && memory->written != Py_None) {
         PyObject *noted = PyObject_CallMethodOneArg((PyObject *)memory, name_note_write, tensor);
         Py_XDECREF(noted);
-        if (noted == NULL)
+        if (noted == NULL || (memory->written == Py_None && follow_no_more(hooks, storage) < 0))
             goto end;
     }
     int replaces = is_new || memory->builder != builder ? 1 : fills_storage(tensor);

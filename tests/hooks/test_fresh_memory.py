@@ -16,6 +16,7 @@ from torch import nn
 from bitcheck.answer import Answer
 from bitcheck.diff import diff_runs
 from bitcheck.events import Level
+from bitcheck.hooks.fresh import Rerun
 from bitcheck.hooks.native import native
 from bitcheck.hooks.op_schema import facts_of
 from bitcheck.hooks.ops import OpHooks
@@ -251,6 +252,25 @@ def multiplied_by_experts_at_rest(empty: Empty) -> torch.Tensor:
     return torch.bmm(slots, torch.ones(3, 4, 4)).exp_()[EXPERT, POSITION]
 
 
+def kinds_of_numbers(empty: Empty) -> torch.Tensor:
+    found = TOKENS
+    for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int16, torch.uint8, torch.bool):
+        slots = empty(3, 4, 4, dtype=dtype)
+        slots[EXPERT, POSITION] = TOKENS.to(dtype)
+        copy = slots.mT.contiguous().mT
+        found = found + (copy + copy).reshape(12, 4)[EXPERT * 4 + POSITION].to(torch.complex64).real
+    return found
+
+
+def unravelled(empty: Empty) -> torch.Tensor:
+    parts = [empty(4), empty(2, 3)]
+    for part in parts:
+        part.view(-1)[:2].copy_(TOKENS[0, :2])
+    torch._foreach_mul_(parts, 2.0)
+    parts = torch._foreach_add(parts, 1.0)
+    return parts[0][0] * 3 + parts[1][0, 1]
+
+
 def kept_over_steps() -> Program:
     kept: list[torch.Tensor] = []
 
@@ -277,6 +297,8 @@ def kept_over_steps() -> Program:
         copied_with_its_padding,
         padded_indices,
         without_autograd,
+        kinds_of_numbers,
+        unravelled,
     ],
 )
 def test_a_part_that_nobody_wrote_and_that_has_no_effect_is_no_difference(program: Program) -> None:
@@ -302,6 +324,20 @@ def read_as_a_number(empty: Empty) -> torch.Tensor:
     return TOKENS
 
 
+def normalised_in_a_batch() -> Program:
+    norm = nn.BatchNorm1d(4)
+
+    def run(empty: Empty) -> torch.Tensor:
+        norm(TOKENS)
+        buffer = empty(8, 4)
+        buffer[CHOSEN] = TOKENS[CHOSEN]
+        with torch.no_grad():
+            norm(buffer)
+        return TOKENS
+
+    return run
+
+
 def copied_into_a_parameter() -> Program:
     module = nn.Linear(4, 8)
 
@@ -316,7 +352,9 @@ def copied_into_a_parameter() -> Program:
     return run
 
 
-@pytest.mark.parametrize("make", [lambda: activated, lambda: read_as_a_number, copied_into_a_parameter])
+@pytest.mark.parametrize(
+    "make", [lambda: activated, lambda: read_as_a_number, normalised_in_a_batch, copied_into_a_parameter]
+)
 def test_a_part_that_nobody_wrote_is_named_where_it_takes_effect(make: Callable[[], Program]) -> None:
     torch.manual_seed(0)
     baseline = make()
@@ -406,6 +444,39 @@ def test_the_programs_bits_and_generators_are_its_own() -> None:
     run(torch.empty)
     for own, bare in zip(recorded, results, strict=True):
         assert torch.equal(own, bare)
+
+
+def test_a_program_that_writes_all_that_it_takes_is_recorded_as_ever(
+    how: list[OpHooks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(empty: Empty) -> torch.Tensor:
+        rows = empty(8, 4)
+        for row in range(8):
+            rows[row] = TOKENS[row]
+        assert not how[-1].in_part
+        return nn.functional.dropout(empty(8, 4).copy_(rows))
+
+    def fail(*args: Any) -> None:
+        raise AssertionError("an operation is executed again")
+
+    monkeypatch.setattr(Rerun, "__init__", fail)
+    record(run, 1)
+
+
+def test_memory_that_only_numpy_wrote_is_data() -> None:
+    def filled(first: float) -> Program:
+        def run(empty: Empty) -> torch.Tensor:
+            batch = empty(8, 4)
+            batch.numpy()[:] = TOKENS.numpy()
+            batch.numpy()[0, 0] = first
+            return batch.div_(2)[:1]
+
+        return run
+
+    assert compare_programs(filled(3), filled(3)).verdict == "identical"
+    answer = compare_programs(filled(3), filled(4))
+    assert answer.first is not None
+    assert str(answer.first.site) == "forward/program:aten.div_.Tensor.self.written"
 
 
 def test_nothing_is_kept_of_memory_that_is_gone() -> None:
