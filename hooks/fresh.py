@@ -2,7 +2,7 @@
 
     known = Shadow(storage_bytes)            nobody wrote any of it
     known.note(rows, None)                   rows were written
-    known.chance(buffer)                     bool [*shape]: the elements that hold what memory held by chance
+    known.chance(buffer)                     uint8 [*shape]: CHANCE where it holds what memory held by chance
 
 What an operation makes of such memory is found by executing it again, on copies, with several fillings in the place
 of what is chance: an element that is the same for all of them does not hang on chance, one that is not the same does,
@@ -28,48 +28,55 @@ from bitcheck.hooks.op_schema import OpFacts, named_arguments
 from bitcheck.hooks.replay import find_operator
 from bitcheck.hooks.tensors import byte_span, tensor_bytes, unseen
 
-Mask = npt.NDArray[np.bool_]
-"""bool [*shape] of a tensor: the elements that hold what memory held by chance."""
+Mask = npt.NDArray[np.uint8]
+"""[*shape] of a tensor: CHANCE, SIGN, or 0 for the elements that do not hang on chance."""
+CHANCE, SIGN = 1, 2
+"""What an element may be besides: anything; or a zero, of which only the sign hangs on chance. A gradient of zero times
+the derivative at a chance element is one, and added to anything else it is nothing."""
+_KNOWN = 3
+_Truths = npt.NDArray[np.bool_]
 
-_NUM_FILLINGS = 3
-_TOP_BYTES = ((0x3F, 0x3F), (0xC0, 0xC0), (0x5A, 0xDA))
-"""For each filling, what an element's byte of sign and exponent may be: about 1; about -2; large, of either sign. All
-are finite in every floating dtype. One of the three shows whether a maximum, a ReLU, a softmax or a square hangs on
-the element; the bytes below vary from one element to the next, as a row of equal numbers is nothing to a LayerNorm."""
+_TOP_BYTES = ((0x3E, 0x3E), (0xC0, 0xC0), (0x4B, 0xCB))
+"""For each filling, what an element's byte of sign and exponent may be: a fraction; about -4; large, of either sign.
+One of them mostly shows whether a maximum, a ReLU, a softmax, a square or an arcsine hangs on the element. The bytes
+below vary from one element to the next, as a row of equal numbers is nothing to a LayerNorm. All are finite in every
+floating dtype, and so are their cubes and products, which a LayerNorm's backward takes: a NaN times the zeros that
+empty slots get would make chance of a weight's whole gradient."""
+_NAN = len(_TOP_BYTES)
+"""The filling that shows which zeros are made from chance at all: the sign of those, no finite filling may show."""
 
 
 class Shadow:
     """Which bytes of a storage on the CPU mean something."""
 
-    __slots__ = ("_known",)
+    __slots__ = ("_bytes",)
 
     def __init__(self, num_bytes: int, begin: int, end: int) -> None:
         """Of `num_bytes`, those from `begin` up to `end` do."""
-        self._known = np.zeros(num_bytes, np.bool_)
-        self._known[begin:end] = True
+        self._bytes = np.zeros(num_bytes, np.uint8)
+        """_KNOWN, SIGN, or 0 for what is chance, so that of a large storage only what is written takes memory."""
+        self._bytes[begin:end] = _KNOWN
 
     @property
     def is_complete(self) -> bool:
         """All of them do."""
-        return bool(self._known.all())
+        return bool((self._bytes == _KNOWN).all())
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Say whether the tensor's storage still has the size that it had."""
-        return tensor.untyped_storage().nbytes() == len(self._known)
-
-    def _window(self, tensor: torch.Tensor) -> Mask:
-        """The part that a tensor covers, bool [*shape, itemsize]; writing to it writes here."""
-        return _window(self._known, tensor)
+        return tensor.untyped_storage().nbytes() == len(self._bytes)
 
     def note(self, tensor: torch.Tensor, chance: Mask | None) -> None:
         """A tensor was written: all of it means something but the elements that are chance."""
-        self._window(tensor)[...] = True if chance is None else ~chance[..., None]
+        states = _KNOWN if chance is None else np.choose(chance, (_KNOWN, 0, SIGN))[..., None]
+        _window(self._bytes, tensor)[...] = states
 
     def chance(self, tensor: torch.Tensor) -> Mask | None:
         """Return which elements of a tensor are chance, None where none is."""
         if not tensor.numel():
             return None
-        chance = np.asarray(~self._window(tensor).all(-1))
+        states = _window(self._bytes, tensor).min(-1)
+        chance = np.asarray(np.choose(states, (CHANCE, CHANCE, SIGN, 0)), np.uint8)
         return chance if chance.any() else None
 
 
@@ -127,27 +134,40 @@ class Rerun:
         first, silent = self._execute(0)
         if not all(map(_is_plain, first.values())):
             return None
-        others = []
-        for number in range(1, _NUM_FILLINGS):
+        results = [first]
+        for number in range(1, len(_TOP_BYTES)):
             other, silent_other = self._execute(number)
             if not all(map(torch.equal, silent, silent_other)):
                 return None  # chance takes effect in what its schema does not say: a BatchNorm's running mean
-            others.append(other)
+            results.append(other)
         found: dict[str, Mask] = {}
+        zeros: dict[str, _Truths] = {}
         for slot, one in first.items():
-            if any(other[slot].shape != one.shape or other[slot].dtype != one.dtype for other in others):
+            given = [other[slot] for other in results]
+            if any(other.shape != one.shape or other.dtype != one.dtype for other in given):
                 return None
-            differs = [_differs(one, other[slot]) for other in others]
-            chance = np.asarray(np.logical_or.reduce(differs))
-            if chance.any():
-                found[slot] = chance
-        if found:
+            differs = np.logical_or.reduce([_differs(one, other) for other in given[1:]])
+            is_zero = np.logical_and.reduce(list(map(_is_zero, given)))
+            found[slot] = np.asarray(differs * np.where(is_zero, SIGN, CHANCE), np.uint8)
+            if is_zero.any() and (one.is_floating_point() or one.is_complex()):
+                zeros[slot] = np.asarray(is_zero)
+        if zeros:
+            self._find_signs(first, zeros, found)
+        if any(map(np.any, found.values())):
             again, _ = self._execute(0)
-            for slot in list(found):
-                found[slot] &= ~_differs(first[slot], again[slot])
-                if not found[slot].any():
-                    del found[slot]
-        return found
+            for slot, chance in found.items():
+                chance[_differs(first[slot], again[slot])] = 0
+        return {slot: chance for slot, chance in found.items() if chance.any()}
+
+    def _find_signs(self, first: dict[str, torch.Tensor], zeros: dict[str, _Truths], found: dict[str, Mask]) -> None:
+        """Add those zeros that are made from chance."""
+        try:
+            probe, _ = self._execute(_NAN)
+        except Exception:  # noqa: BLE001  it takes no NaN: a decomposition, a distribution
+            return
+        for slot, is_zero in zeros.items():
+            if probe[slot].shape == is_zero.shape:
+                found[slot][is_zero & _differs(first[slot], probe[slot])] = SIGN
 
     def _execute(self, number: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         """Execute the operator with one of the fillings.
@@ -155,8 +175,8 @@ class Rerun:
         Return slot -> what it wrote and gave, and the bytes of what it is not said to write.
         """
         copies = [flat.clone() for flat in self._copies]
-        for value, chance in self._filled:
-            _fill(self._memory.rebuild(value, copies), chance, number)
+        for place, (value, chance) in enumerate(self._filled):
+            _fill(self._memory.rebuild(value, copies), chance, number, place)
         args = tuple(self._memory.rebuild(value, copies) for value in self._args)
         kwargs = {name: self._memory.rebuild(value, copies) for name, value in self._kwargs.items()}
         written = {
@@ -208,31 +228,56 @@ def _window(memory: npt.NDArray[Any], tensor: torch.Tensor) -> npt.NDArray[Any]:
     return np.ndarray((*tensor.shape, size), memory.dtype, memory, tensor.storage_offset() * size, strides)
 
 
-def _differs(one: torch.Tensor, other: torch.Tensor) -> Mask:
+def _differs(one: torch.Tensor, other: torch.Tensor) -> _Truths:
     """bool [*shape]: the element's bits differ."""
     words = (tensor_bytes(one) != tensor_bytes(other)).reshape(-1, one.itemsize)
     return np.asarray(words.any(-1).reshape(tuple(one.shape)))
 
 
-def _fill(tensor: torch.Tensor, chance: Mask, number: int) -> None:
-    """Write one of the fillings over the elements of a copy that are chance."""
+def _word_size(dtype: torch.dtype) -> int:
+    """Bytes of a real number."""
+    return dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
+
+
+def _is_zero(tensor: torch.Tensor) -> _Truths:
+    """bool [*shape]: the element is zero of either sign."""
+    words = tensor_bytes(tensor).copy().reshape(-1, _word_size(tensor.dtype))
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        words[:, -1] &= 0x7F
+    return np.asarray((words.reshape(-1, tensor.itemsize) == 0).all(-1).reshape(tuple(tensor.shape)))
+
+
+def _fill(tensor: torch.Tensor, chance: Mask, number: int, place: int) -> None:
+    """Write one of the fillings over the elements of a copy that are chance; each tensor of a call gets its own."""
     memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
-    _window(memory, tensor)[chance] = _filling(tensor.dtype, int(chance.sum()), number)
+    window = _window(memory, tensor)
+    for kind in (CHANCE, SIGN):
+        elements = chance == kind
+        filling = _filling(tensor.dtype, int(elements.sum()), number, place)
+        if kind == SIGN and number != _NAN:
+            words = filling.reshape(-1, _word_size(tensor.dtype))
+            words[:, :-1] = 0
+            words[:, -1] &= 0x80
+        window[elements] = filling
 
 
-def _filling(dtype: torch.dtype, count: int, number: int) -> npt.NDArray[np.uint8]:
+def _filling(dtype: torch.dtype, count: int, number: int, place: int) -> npt.NDArray[np.uint8]:
     """Return elements that may stand anywhere, uint8 [count, itemsize].
 
-    Whole numbers are 0 or 1, as they may be indices.
+    Whole numbers are 0 or 1, as they may be indices. Of two tensors that are compared one is the larger in the first
+    filling and the other in the second.
     """
     size = dtype.itemsize
-    noise = np.random.default_rng(0 if number < 2 else 1)
     if not (dtype.is_floating_point or dtype.is_complex):
         filling = np.zeros((count, size), np.uint8)
-        filling[:, 0] = noise.integers(0, 2, count) ^ (number & 1)
+        filling[:, 0] = np.random.default_rng((place, number // 2)).integers(0, 2, count) ^ (number & 1)
         return filling
-    word = size // 2 if dtype.is_complex else size
-    words = noise.integers(0, 256, (count * size // word, word), np.uint8)
-    tops = np.asarray(_TOP_BYTES[number], np.uint8)[words[:, 0] & 1]
+    word = _word_size(dtype)
+    if number == _NAN:
+        words = np.full((count * size // word, word), 0xFF, np.uint8)
+        words[:, -1] = 0x7F
+        return words.reshape(count, size)
+    words = np.random.default_rng((place, number)).integers(0, 256, (count * size // word, word), np.uint8)
+    tops = np.asarray(_TOP_BYTES[number ^ (place & 1) if number < 2 else number], np.uint8)[words[:, 0] & 1]
     words[:, -1] = (tops & 0xF0) | (words[:, 0] & 0x07) if word == 1 else tops
     return words.reshape(count, size)

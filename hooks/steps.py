@@ -160,7 +160,7 @@ class StepBuilder:
         """Records a tensor that a collective is still writing; gives None for any other."""
         self.in_part: Mapping[int | None, Any] = {}
         """At level `op`: storages that may hold what memory held by chance."""
-        self.chance: Callable[[torch.Tensor, bool], npt.NDArray[np.bool_] | None] | None = None
+        self.chance: Callable[[torch.Tensor, bool], npt.NDArray[np.uint8] | None] | None = None
         """Tells which elements of a tensor that lies in one of them do, None where none does. With True what it holds
         counts from then on."""
         self._left_out: dict[int, Digest] = {}
@@ -294,9 +294,9 @@ class StepBuilder:
         return [add(site, tensor, group, given) for site, tensor, given in zip(sites, tensors, inputs, strict=True)]
 
     def add_in_part(
-        self, site: Site, tensor: torch.Tensor, chance: npt.NDArray[np.bool_], group: int, inputs: tuple[int, ...]
+        self, site: Site, tensor: torch.Tensor, chance: npt.NDArray[np.uint8], group: int, inputs: tuple[int, ...]
     ) -> tuple[int]:
-        """Record a plain CPU tensor without the elements that are chance, bool [*shape], until `count_chance`."""
+        """Record a plain CPU tensor without the elements that are chance, [*shape], until `count_chance`."""
         index = self.record.add(site, kind_of(tensor), *digest_in_part(tensor, chance), group, inputs)
         self._left_out[index] = digest_tensor(tensor)
         if _IN_PART not in self.record.remarks:

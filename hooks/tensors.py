@@ -457,10 +457,10 @@ def digest_tensor(tensor: torch.Tensor) -> Digest:
             return digest_from_leaves(dtype_name(tensor), shape, tensor.nbytes, leaves), leaves
 
 
-def digest_in_part(tensor: torch.Tensor, chance: npt.NDArray[np.bool_]) -> Digest:
-    """Return (digest, leaf digests) of a plain CPU tensor with zeros in place of some elements, bool [*shape]."""
+def digest_in_part(tensor: torch.Tensor, chance: npt.NDArray[np.uint8]) -> Digest:
+    """Return (digest, leaf digests) of a plain CPU tensor with zeros where `chance`, [*shape], is not 0."""
     data = tensor_bytes(tensor).copy()
-    data.reshape(-1, tensor.itemsize)[chance.reshape(-1)] = 0
+    data.reshape(-1, tensor.itemsize)[chance.reshape(-1) != 0] = 0
     return digest_bytes(dtype_name(tensor), tensor.shape, data)
 
 

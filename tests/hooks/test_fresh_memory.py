@@ -113,7 +113,7 @@ def compare(use: Use) -> Answer:
 def compare_programs(*programs: Program, num_steps: int = 1, **options: Any) -> Answer:
     """Record a baseline and a candidate, with other bits in fresh memory the second time."""
     runs = [
-        record(program, byte, num_steps, **options)[0] for program, byte in zip(programs, (0x35, 0x6A), strict=True)
+        record(program, byte, num_steps, **options)[0] for program, byte in zip(programs, (0x35, 0xCA), strict=True)
     ]
     return diff_runs(*runs)
 
@@ -524,8 +524,48 @@ optimizer.step()
 """
 
 
-def test_room_that_an_operator_works_in_is_no_result_of_it(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(RECURRENT)
+EXPERTS = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.up = nn.Parameter(torch.randn(4, 16, 32) / 4)
+        self.norm = nn.LayerNorm(32)
+        self.down = nn.Parameter(torch.randn(4, 32, 16) / 6)
+
+    def forward(self, x):
+        weight, expert = self.gate(x).softmax(-1).max(-1)
+        chosen = nn.functional.one_hot(expert, 4)
+        position = (chosen.cumsum(0) * chosen).sum(-1) - 1
+        slots = torch.empty(4, len(x), 16)
+        slots[expert, position] = x
+        hidden = nn.functional.silu(self.norm(torch.bmm(slots, self.up)))
+        y = torch.bmm(hidden, self.down)[expert, position] * weight[:, None]
+        is_first = expert == 0
+        scaled = torch.empty_like(y)
+        scaled[is_first] = y[is_first]
+        scaled[~is_first] = y[~is_first] * 2
+        return scaled
+
+
+net = nn.Sequential(Experts(), Experts())
+optimizer = torch.optim.AdamW(net.parameters())
+for step in range(2):
+    net(torch.randn(24, 16)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("program", [RECURRENT, EXPERTS], ids=["recurrent", "experts"])
+def test_what_operators_and_programs_leave_empty_tells_no_two_runs_apart(tmp_path: Path, program: str) -> None:
+    (tmp_path / "train.py").write_text(program)
     answer = compare_in_two_memories(
         tmp_path, lambda run: ["bitcheck", "run", "--level", "op", "-o", run, "--", sys.executable, "train.py"]
     )
