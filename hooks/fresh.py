@@ -34,6 +34,7 @@ CHANCE, SIGN = 1, 2
 """What an element may be besides: anything; or a zero, of which only the sign hangs on chance. A gradient of zero times
 the derivative at a chance element is one, and added to anything else it is nothing."""
 _KNOWN = 3
+_PIECE_BYTES = 65_536
 _Truths = npt.NDArray[np.bool_]
 
 _TOP_BYTES = ((0x3E, 0x3E), (0xC0, 0xC0), (0x4B, 0xCB))
@@ -49,18 +50,26 @@ _NAN = len(_TOP_BYTES)
 class Shadow:
     """Which bytes of a storage on the CPU mean something."""
 
-    __slots__ = ("_bytes",)
+    __slots__ = ("_bytes", "_num_complete")
 
     def __init__(self, num_bytes: int, begin: int, end: int) -> None:
         """Of `num_bytes`, those from `begin` up to `end` do."""
         self._bytes = np.zeros(num_bytes, np.uint8)
         """_KNOWN, SIGN, or 0 for what is chance, so that of a large storage only what is written takes memory."""
         self._bytes[begin:end] = _KNOWN
+        self._num_complete = 0
+        """All before this one mean something, so that many small writes do not look at all of a large storage each."""
 
     @property
     def is_complete(self) -> bool:
         """All of them do."""
-        return bool((self._bytes == _KNOWN).all())
+        while self._num_complete < len(self._bytes):
+            piece = self._bytes[self._num_complete : self._num_complete + _PIECE_BYTES] != _KNOWN
+            if piece.any():
+                self._num_complete += int(piece.argmax())
+                return False
+            self._num_complete += len(piece)
+        return True
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Say whether the tensor's storage still has the size that it had."""
@@ -70,6 +79,8 @@ class Shadow:
         """A tensor was written: all of it means something but the elements that are chance."""
         states = _KNOWN if chance is None else np.choose(chance, (_KNOWN, 0, SIGN))[..., None]
         _window(self._bytes, tensor)[...] = states
+        if chance is not None:
+            self._num_complete = 0
 
     def chance(self, tensor: torch.Tensor) -> Mask | None:
         """Return which elements of a tensor are chance, None where none is."""
@@ -194,10 +205,15 @@ class Rerun:
 
 
 def can_run_again(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Say whether a call may be executed again on copies: PyTorch's own operator, all it is given plain and at hand."""
-    return facts.name.startswith("aten.") and all(
-        _is_plain(value) for _, value in named_arguments(facts, args, kwargs) if isinstance(value, torch.Tensor)
-    )
+    """Say whether a call may be executed again on copies: PyTorch's own operator, all plain and on the CPU."""
+    if not facts.name.startswith("aten."):
+        return False
+    for _, value in named_arguments(facts, args, kwargs):
+        if isinstance(value, torch.Tensor) and not _is_plain(value):
+            return False
+        if isinstance(value, torch.device) and value.type != "cpu":
+            return False
+    return True
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +17,8 @@ from torch import nn
 from bitcheck.answer import Answer
 from bitcheck.diff import diff_runs
 from bitcheck.events import Level
-from bitcheck.hooks.fresh import Rerun
+from bitcheck.hooks import fresh as fresh_memory
+from bitcheck.hooks.fresh import CHANCE, SIGN, Rerun, Shadow
 from bitcheck.hooks.native import native
 from bitcheck.hooks.op_schema import facts_of
 from bitcheck.hooks.ops import OpHooks
@@ -38,7 +40,7 @@ TOKENS = torch.arange(32.0).reshape(8, 4) - 16
 NATIVE = pytest.param(True, marks=pytest.mark.skipif(native is None, reason="hooks/csrc was not compiled"))
 
 
-@pytest.fixture(params=[NATIVE, False], ids=["compiled", "python"], autouse=True)
+@pytest.fixture(params=[NATIVE, False], ids=["compiled", "python"])
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[OpHooks]:
     """Record by the compiled code, and by the Python alone; return what is made to do so."""
     made: list[OpHooks] = []
@@ -143,12 +145,14 @@ def record(program: Program, byte: int, num_steps: int = 1, **options: Any) -> t
     return MemoryRun({0: memory.records}, level=Level.OP, status="complete", environment={}, info={}), recorder
 
 
+@pytest.mark.usefixtures("how")
 @pytest.mark.parametrize("use", [indexed, scattered, halves, scattered_by_halves, scaled_to_nothing])
 def test_what_is_written_over_is_not_read(use: Use) -> None:
     answer = compare(use)
     assert answer.verdict == "identical", answer.explanation
 
 
+@pytest.mark.usefixtures("how")
 @pytest.mark.parametrize(
     ("use", "op"),
     [
@@ -283,6 +287,7 @@ def kept_over_steps() -> Program:
     return run
 
 
+@pytest.mark.usefixtures("how")
 @pytest.mark.parametrize(
     "program",
     [
@@ -306,6 +311,7 @@ def test_a_part_that_nobody_wrote_and_that_has_no_effect_is_no_difference(progra
     assert answer.verdict == "identical", answer.explanation
 
 
+@pytest.mark.usefixtures("how")
 def test_what_is_known_of_a_part_outlives_the_step() -> None:
     answer = compare_programs(kept_over_steps(), kept_over_steps(), num_steps=3)
     assert answer.verdict == "identical", answer.explanation
@@ -352,6 +358,7 @@ def copied_into_a_parameter() -> Program:
     return run
 
 
+@pytest.mark.usefixtures("how")
 @pytest.mark.parametrize(
     "make", [lambda: activated, lambda: read_as_a_number, normalised_in_a_batch, copied_into_a_parameter]
 )
@@ -365,6 +372,7 @@ def test_a_part_that_nobody_wrote_is_named_where_it_takes_effect(make: Callable[
     assert "torch.empty" in answer.remedy and "`bitcheck scan --poison -- CMD`" in answer.remedy
 
 
+@pytest.mark.usefixtures("how")
 def test_what_has_no_effect_stays_out_beside_what_has() -> None:
     def run(empty: Empty) -> torch.Tensor:
         return multiplied_by_experts(empty).mean() + activated(empty)
@@ -387,6 +395,7 @@ def faulty(bits: int) -> Program:
     return run
 
 
+@pytest.mark.usefixtures("how")
 def test_a_difference_in_the_part_that_was_written_is_found_and_named() -> None:
     answer = compare_programs(faulty(0), faulty(1))
     assert answer.first is not None
@@ -394,6 +403,7 @@ def test_a_difference_in_the_part_that_was_written_is_found_and_named() -> None:
     assert compare_programs(faulty(1), faulty(1)).verdict == "identical"
 
 
+@pytest.mark.usefixtures("how")
 def test_what_is_left_out_is_said_once_in_a_step() -> None:
     run, _ = record(multiplied_by_experts, 1, num_steps=2)
     for step in (1, 2):
@@ -416,6 +426,7 @@ def written_in_full_by_step_1(more: int) -> Program:
     return run
 
 
+@pytest.mark.usefixtures("how")
 def test_a_step_that_is_not_recorded_may_write_the_rest() -> None:
     answer = compare_programs(written_in_full_by_step_1(0), written_in_full_by_step_1(1), num_steps=3, every=2)
     assert answer.first is not None
@@ -424,6 +435,7 @@ def test_a_step_that_is_not_recorded_may_write_the_rest() -> None:
     assert answer.verdict == "identical", answer.explanation
 
 
+@pytest.mark.usefixtures("how")
 def test_the_programs_bits_and_generators_are_its_own() -> None:
     def run(empty: Empty) -> torch.Tensor:
         results.append(multiplied_by_experts(empty) + masked(empty).mean())
@@ -463,6 +475,7 @@ def test_a_program_that_writes_all_that_it_takes_is_recorded_as_ever(
     record(run, 1)
 
 
+@pytest.mark.usefixtures("how")
 def test_memory_that_only_numpy_wrote_is_data() -> None:
     def filled(first: float) -> Program:
         def run(empty: Empty) -> torch.Tensor:
@@ -479,6 +492,7 @@ def test_memory_that_only_numpy_wrote_is_data() -> None:
     assert str(answer.first.site) == "forward/program:aten.div_.Tensor.self.written"
 
 
+@pytest.mark.usefixtures("how")
 def test_nothing_is_kept_of_memory_that_is_gone() -> None:
     held: list[weakref.ref[Any]] = []
 
@@ -522,6 +536,55 @@ y = net[2](net[1](net[0](x)[0])[0][:, -1])
 y.square().mean().backward()
 optimizer.step()
 """
+
+
+def test_an_operator_that_disagrees_with_itself_is_not_taken_for_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    executed: list[int] = []
+
+    def race(_: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        def double(value: torch.Tensor) -> torch.Tensor:
+            executed.append(1)
+            result = value * 2
+            result[3] += len(executed)
+            return result
+
+        return double
+
+    monkeypatch.setattr(fresh_memory, "find_operator", race)
+    chance = np.array([0, 1, 0, 0], np.uint8)
+    value = torch.ones(4)
+    found = Rerun(facts_of(torch.ops.aten.abs.default), (value,), {}, {id(value): chance}).chances()
+    assert found is not None
+    assert found["out"].tolist() == [0, CHANCE, 0, 0]
+    assert value.tolist() == [1, 1, 1, 1]
+
+
+def test_of_a_zero_only_the_sign_hangs_on_chance() -> None:
+    empty_slot, weight = torch.tensor([[0.0], [2.0]]), torch.ones(1, 2)
+    chance = np.array([[1, 1]], np.uint8)
+    found = Rerun(facts_of(torch.ops.aten.mm.default), (empty_slot, weight), {}, {id(weight): chance}).chances()
+    assert found is not None
+    assert found["out"].tolist() == [[SIGN, SIGN], [CHANCE, CHANCE]]
+    signs = np.array([[SIGN], [0]], np.uint8)
+    found = Rerun(
+        facts_of(torch.ops.aten.add.Tensor), (empty_slot, empty_slot + 1), {}, {id(empty_slot): signs}
+    ).chances()
+    assert found == {}
+
+
+def test_a_storage_is_complete_once_its_last_byte_is_written() -> None:
+    buffer = torch.empty(300_000, 2)
+    known = Shadow(buffer.nbytes, 0, 0)
+    known.note(buffer[:, 0], None)
+    known.note(buffer[1:, 1], None)
+    assert not known.is_complete
+    chance = known.chance(buffer)
+    assert chance is not None
+    assert np.flatnonzero(chance).tolist() == [1]
+    known.note(buffer[:1], None)
+    assert known.is_complete
+    known.note(buffer[:1], np.array([[CHANCE, SIGN]], np.uint8))
+    assert not known.is_complete
 
 
 EXPERTS = """
