@@ -8,8 +8,11 @@ What an operation makes of such memory is found by executing it again, on copies
 of what is chance: an element that is the same for all of them does not hang on chance, one that is not the same does,
 and is chance from then on. So a masked write, a padded copy and a grouped product over empty slots are all followed
 to the element, with nothing known of the operators but what they do. An element that also differs between two
-executions on one filling is a race, and no chance. All is numpy on the host: nothing is dispatched and no tensor of
-the program's is touched.
+executions on one filling is a race, and no chance. What is known is kept in numpy on the host, and the executions are
+seen by no mode and by autograd not at all: no tensor or generator of the program's is changed.
+
+Nothing that is left out is lost: `StepBuilder` keeps the digest of all of it, and puts that in its place as soon as
+what hangs on chance reaches a loss, a gradient, a parameter or other state, or a number that the program reads.
 """
 
 from __future__ import annotations
