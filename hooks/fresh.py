@@ -1,6 +1,6 @@
 """Memory that was handed out empty and written in part: which of its bytes mean anything, at level `op`.
 
-    known = Shadow(storage_bytes)            nobody wrote any of it
+    known = Shadow(storage_bytes, 0, 0)      nobody wrote any of it
     known.note(rows, None)                   rows were written
     known.chance(buffer)                     uint8 [*shape]: CHANCE where it holds what memory held by chance
 
