@@ -11,7 +11,7 @@ from bitcheck.hooks.op_schema import OpFacts
 from bitcheck.hooks.ops import Opened, OpHooks
 
 class Memory:
-    """As `ops._StorageWriters`."""
+    """As `storages.StorageWriters`."""
 
     written: tuple[int, int] | Shadow | None
     builder: Any

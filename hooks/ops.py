@@ -33,7 +33,7 @@ from bitcheck.events import Kind, Phase, Site
 from bitcheck.hooks.callers import is_sending_objects, weight_in_call
 from bitcheck.hooks.capture import Capture
 from bitcheck.hooks.dynamo import UnseenMode, is_quiet, paused, skip_frame
-from bitcheck.hooks.fresh import Mask, Rerun, Shadow, can_run_again, is_dense
+from bitcheck.hooks.fresh import Mask, Rerun, can_run_again
 from bitcheck.hooks.launches import Kernel, LaunchHooks
 from bitcheck.hooks.lines import Lines
 from bitcheck.hooks.modules import in_backward, named_tensors
@@ -41,7 +41,8 @@ from bitcheck.hooks.native import native
 from bitcheck.hooks.op_schema import PLAIN_SCALARS, SEQUENCES, OpFacts, facts_of, member_names, named_arguments
 from bitcheck.hooks.sites import Sites
 from bitcheck.hooks.steps import StepBuilder
-from bitcheck.hooks.tensors import byte_span, storage_id
+from bitcheck.hooks.storages import Memory, is_gone
+from bitcheck.hooks.tensors import storage_id
 from bitcheck.hooks.threads import ThreadWatch
 
 if TYPE_CHECKING:
@@ -106,95 +107,6 @@ arguments that it writes; the storages of these, or where it writes none of all 
 result that lies there is no new tensor; what is seldom known of it."""
 
 
-_is_gone: Callable[[Any], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
-
-
-class _StorageWriters:
-    """Who last wrote a storage, and whether that is still there; `native.Memory` is the same, compiled."""
-
-    __slots__ = ("builder", "events", "weak", "written")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.weak: Any = tensor.untyped_storage()._weak_ref()
-        """`_is_gone(memory.weak)`: the storage was freed; another may lie at its address."""
-        self.written: tuple[int, int] | Shadow | None = None
-        """Of memory that was handed out with nothing in it: bytes from and up to which it was written since, or which
-        mean something where they are not all of those; None where all of it may mean something. On a device always the
-        first: what lies between two parts that were written counts as written."""
-        self.builder: StepBuilder | None = None
-        self.events: tuple[int, ...] = ()
-
-    def begin_again(self, tensor: torch.Tensor) -> None:
-        """Stand for the storage that a tensor has now."""
-        torch.UntypedStorage._free_weak_ref(self.weak)
-        self.weak = tensor.untyped_storage()._weak_ref()
-        self.written, self.builder, self.events = None, None, ()
-
-    def __del__(self) -> None:
-        torch.UntypedStorage._free_weak_ref(self.weak)
-
-
-if TYPE_CHECKING or native is None:  # noqa: SIM108  a base that mypy knows
-    _Base = _StorageWriters
-else:
-    _Base = native.Memory
-
-
-class _Memory(_Base):
-    """Who last wrote a storage. One object serves all that follow each other at one address."""
-
-    __slots__ = ()
-
-    def is_fresh(self, tensor: torch.Tensor) -> bool:
-        """Say whether nobody wrote yet where a tensor lies, as far as is known."""
-        if self.written is None or isinstance(self.written, Shadow):
-            return False
-        begin, end = byte_span(tensor)
-        return end <= self.written[0] or begin >= self.written[1]
-
-    @property
-    def is_untouched(self) -> bool:
-        """Nobody wrote any of it yet, as far as is known."""
-        return isinstance(self.written, tuple) and self.written[0] >= self.written[1]
-
-    def note_write(self, tensor: torch.Tensor, chance: Mask | None = None) -> None:
-        """Note that a tensor over this memory was written, all of it but for the elements that are chance."""
-        if self.written is None and chance is None:
-            return
-        begin, end = byte_span(tensor)
-        known = self.written
-        if isinstance(known, tuple) and chance is None:
-            is_apart = known[0] < known[1] and (begin > known[1] or end < known[0])
-            if not tensor.is_cpu or (is_dense(tensor) and not is_apart):
-                if known[0] < known[1]:
-                    begin, end = min(begin, known[0]), max(end, known[1])
-                self.written = (begin, end) if end - begin < tensor.untyped_storage().nbytes() else None
-                return
-        shadow = self._shadow(tensor)
-        shadow.note(tensor, chance)
-        self.written = None if chance is None and shadow.is_complete else shadow
-
-    def chance(self, tensor: torch.Tensor) -> Mask | None:
-        """Return which elements of a CPU tensor over this memory hold what it held by chance, None where none does."""
-        known = self.written
-        if isinstance(known, Shadow):
-            if not known.fits(tensor):
-                self.written = None  # resized behind PyTorch's back
-                return None
-            return known.chance(tensor)
-        if known is None:
-            return None
-        begin, end = byte_span(tensor)
-        return None if known[0] <= begin and end <= known[1] else self._shadow(tensor).chance(tensor)
-
-    def _shadow(self, tensor: torch.Tensor) -> Shadow:
-        num_bytes = tensor.untyped_storage().nbytes()
-        if isinstance(self.written, Shadow) and self.written.fits(tensor):
-            return self.written
-        begin, end = self.written if isinstance(self.written, tuple) else (0, num_bytes)
-        return Shadow(num_bytes, begin, end)
-
-
 class OpHooks(UnseenMode):
     """Records the operations of one recorder's process."""
 
@@ -203,17 +115,17 @@ class OpHooks(UnseenMode):
         self._recorder = recorder
         self._capture = Capture(capture) if capture is not None else None
         self._lines = Lines() if with_lines else None
-        self._memory: dict[int | None, _Memory] = {}
+        self._memory: dict[int | None, Memory] = {}
         self._next_sweep = _SWEEP
-        self.in_part: dict[int | None, _Memory] = {}
+        self.in_part: dict[int | None, Memory] = {}
         """Of `_memory` on the CPU: what was handed out empty, until it is seen to be written in full. Where there is
         none, as mostly, nothing below is done that has to do with chance."""
         self._facts: dict[int, OpFacts] = {}
         self._last: tuple[tuple[object, ...], Location] | None = None
         """A place, and the location that it is; in one, for several threads of autograd may run."""
         self._scalars: dict[str, tuple[Kind, bytes, bytes, str]] = {}
-        self._state: dict[int, _Memory] = {}
-        self._no_state: dict[int, _Memory] = {}
+        self._state: dict[int, Memory] = {}
+        self._no_state: dict[int, Memory] = {}
         """Storages of this step that are parameters, buffers, gradients or optimizer state, and others; that they are
         referred to keeps their numbers from being given to other storages meanwhile."""
         self._state_of: StepBuilder | None = None
@@ -314,7 +226,7 @@ class OpHooks(UnseenMode):
         """Whether memory is known to hold nothing yet; of an output's, whether it is not known to hold anything."""
         storage = storage_id(tensor)
         memory = self._memory.get(storage) if storage is not None else None
-        if memory is None or _is_gone(memory.weak):
+        if memory is None or is_gone(memory.weak):
             return is_output
         return memory.is_fresh(tensor)
 
@@ -397,7 +309,7 @@ class OpHooks(UnseenMode):
             else:
                 storages.add(storage)
             memory = memories.get(storage)
-            if memory is not None and not _is_gone(memory.weak):
+            if memory is not None and not is_gone(memory.weak):
                 if changes and argument in facts.written and memory.is_fresh(tensor):
                     continue  # what it held before is chance: what the operation leaves of that is in what it wrote
                 read_sites.append(sites[name])
@@ -510,17 +422,17 @@ class OpHooks(UnseenMode):
                 found[id(tensor)] = chance
         return found
 
-    def _in_part_at(self, storage: int | None) -> _Memory | None:
+    def _in_part_at(self, storage: int | None) -> Memory | None:
         """Return what is known of a storage that may hold chance; None where it does not any more."""
         if storage not in self.in_part:
             return None
         memory = self._memory.get(storage)
-        if memory is not None and memory.written is not None and not _is_gone(memory.weak):
+        if memory is not None and memory.written is not None and not is_gone(memory.weak):
             return memory
         del self.in_part[storage]
         return None
 
-    def _trust(self, memory: _Memory) -> None:
+    def _trust(self, memory: Memory) -> None:
         """Take all that memory holds for data: nobody was seen to write it, and yet it is read. numpy may have."""
         memory.written = None
 
@@ -598,7 +510,7 @@ class OpHooks(UnseenMode):
         """Return in which events of this step recorded operations last wrote the tensor's memory."""
         storage = storage_id(tensor)
         memory = self._memory.get(storage)
-        if memory is None or _is_gone(memory.weak) or memory.builder is not builder:
+        if memory is None or is_gone(memory.weak) or memory.builder is not builder:
             return ()
         return memory.events
 
@@ -630,15 +542,15 @@ class OpHooks(UnseenMode):
         else:
             memory.events = (*memory.events, *events)
 
-    def _memory_of(self, tensor: torch.Tensor, storage: int | None) -> _Memory | None:
+    def _memory_of(self, tensor: torch.Tensor, storage: int | None) -> Memory | None:
         memory = self._memory.get(storage)
         if memory is not None:
-            if _is_gone(memory.weak):
+            if is_gone(memory.weak):
                 memory.begin_again(tensor)
         elif storage is not None:
             if len(self._memory) >= self._next_sweep:
                 self._sweep()
-            memory = self._memory[storage] = _Memory(tensor)
+            memory = self._memory[storage] = Memory(tensor)
         return memory
 
     @paused
@@ -671,9 +583,9 @@ class OpHooks(UnseenMode):
             if isinstance(value, torch.Tensor):
                 found[storage_id(value)] = value
         known = self._state
-        self._state = {key: known.get(key) or _Memory(held) for key, held in found.items() if key is not None}
+        self._state = {key: known.get(key) or Memory(held) for key, held in found.items() if key is not None}
         if storage not in self._state:
-            self._no_state[storage] = _Memory(tensor)
+            self._no_state[storage] = Memory(tensor)
         return storage in self._state
 
     def forget(self) -> None:
@@ -688,7 +600,7 @@ class OpHooks(UnseenMode):
     def _sweep(self) -> None:
         """Drop what is gone. Before long: what is known of a storage keeps a few of its bytes where they lie,
         and as many of those as a step has results would leave its memory in pieces that nothing fits into."""
-        self._memory = {key: memory for key, memory in self._memory.items() if not _is_gone(memory.weak)}
+        self._memory = {key: memory for key, memory in self._memory.items() if not is_gone(memory.weak)}
         self._next_sweep = 2 * len(self._memory) + _SWEEP
         for storage in list(self.in_part):
             self._in_part_at(storage)
@@ -769,7 +681,7 @@ if native is not None:
         free_weak_ref=torch.UntypedStorage._free_weak_ref,
         graph_task=torch._C._current_graph_task_id,
         is_distributed=dist.is_initialized if dist.is_available() else bool,
-        is_expired=_is_gone,
+        is_expired=is_gone,
         loaded_modules=sys.modules,
         member_names=member_names,
     )

@@ -65,7 +65,7 @@ static int is_opened(PyObject *opened)
 
 /* --- who last wrote a storage */
 
-/* As `ops._StorageWriters`; NULL stands for None in `written` and `builder`. */
+/* As `storages.StorageWriters`; NULL stands for None in `written` and `builder`. */
 typedef struct {
     PyObject_HEAD
     PyObject *weak, *written, *builder, *events;

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bitcheck
 from bitcheck.errors import RecordingError
 from bitcheck.events import Phase, Site, StepColumns, StepKind
-from bitcheck.hooks import dynamo, ops, steps, tensors
+from bitcheck.hooks import dynamo, ops, steps, storages, tensors
 from bitcheck.hooks.kernels import layout
 from bitcheck.hooks.native import native
 from bitcheck.hooks.op_schema import facts_of
@@ -365,8 +365,8 @@ def test_every_program_is_recorded_by_the_compiled_form_as_by_the_python_alone(t
 
 def test_the_python_alone_is_the_python_alone(tmp_path: Path) -> None:
     code = "import sys; sys.modules['bitcheck.hooks._native'] = None\n" + (
-        "from bitcheck.hooks import ops, steps, tensors, native\n"
-        "assert native.native is None and ops._Base is ops._StorageWriters\n"
+        "from bitcheck.hooks import steps, storages, tensors, native\n"
+        "assert native.native is None and storages._Base is storages.StorageWriters\n"
         "assert tensors.digest_plain is tensors.digest_plain_portably\n"
         "assert steps._add_plain is steps.add_plain_portably"
     )
@@ -376,7 +376,7 @@ def test_the_python_alone_is_the_python_alone(tmp_path: Path) -> None:
 def test_this_process_records_by_the_compiled_form() -> None:
     assert tensors.digest_plain is native.digest_plain
     assert steps._add_plain is native.add_plain
-    assert issubclass(ops._Memory, native.Memory)
+    assert issubclass(storages.Memory, native.Memory)
 
 
 # --- failures in the middle
@@ -403,10 +403,10 @@ PIECES: dict[str, tuple[Any, str]] = {
     "begin, its group": (Sites, "group"),
     "begin, an argument that nobody wrote": (ops.OpHooks, "_site_of_unwritten"),
     "begin, its numbers": (ops.OpHooks, "_record_scalars"),
-    "begin, memory that was handed out": (ops._Memory, "is_fresh"),
+    "begin, memory that was handed out": (storages.Memory, "is_fresh"),
     "end, the Python's": (ops.OpHooks, "_end"),
     "end, new memory": (ops.OpHooks, "_memory_of"),
-    "end, memory that was handed out": (ops._Memory, "note_write"),
+    "end, memory that was handed out": (storages.Memory, "note_write"),
 }
 
 
@@ -602,7 +602,7 @@ def test_memory_is_freed_with_what_it_holds_and_in_a_circle() -> None:
 
     tensor, builder = torch.randn(8), Holder()
     storage = tensor.untyped_storage()._weak_ref()
-    memory = ops._Memory(tensor)
+    memory = storages.Memory(tensor)
     memory.builder, memory.events = builder, (10**9,)  # type: ignore[assignment]
     count = sys.getrefcount(builder)
     memory.begin_again(tensor)
