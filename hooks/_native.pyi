@@ -10,6 +10,8 @@ from bitcheck.hooks.fresh import Shadow
 from bitcheck.hooks.op_schema import OpFacts
 from bitcheck.hooks.ops import Opened, OpHooks
 
+INTERFACE: int
+
 class Memory:
     """As `storages.StorageWriters`."""
 

@@ -9,7 +9,8 @@ of what is chance: an element that is the same for all of them does not hang on 
 and is chance from then on. So a masked write, a padded copy and a grouped product over empty slots are all followed
 to the element, with nothing known of the operators but what they do. An element that also differs between two
 executions on one filling is a race, and no chance. What is known is kept in numpy on the host, and the executions are
-seen by no mode and by autograd not at all: no tensor or generator of the program's is changed.
+seen by no mode and by autograd not at all: no tensor of the program's is changed. What draws random numbers is not
+executed again, since its generator may be another thread's too; nor is what is given many bytes (`MOST_BYTES`).
 
 Nothing that is left out is lost: `StepBuilder` keeps the digest of all of it, and puts that in its place as soon as
 what hangs on chance reaches a loss, a gradient, a parameter or other state, or a number that the program reads.
@@ -17,8 +18,7 @@ what hangs on chance reaches a loss, a gradient, a parameter or other state, or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,12 @@ CHANCE, SIGN = 1, 2
 """What an element may be besides: anything; or a zero, of which only the sign hangs on chance. A gradient of zero times
 the derivative at a chance element is one, and added to anything else it is nothing."""
 _KNOWN = 3
+MOST_BYTES = 16 * 1024 * 1024
+"""That an operation may be given, and may give, to be executed again: several copies of each are made."""
+MOST_STORAGE_BYTES = 64 * 1024 * 1024
+"""Of a storage that is followed to the byte."""
+_MOST_DIMENSIONS = 31
+"""Of an array of numpy's, of which one is for an element's bytes."""
 _PIECE_BYTES = 65_536
 _Truths = npt.NDArray[np.bool_]
 
@@ -94,6 +100,13 @@ class Shadow:
         return chance if chance.any() else None
 
 
+def can_follow(tensor: torch.Tensor) -> bool:
+    """Say whether what is known of a tensor's storage is to be known to the byte."""
+    return (
+        tensor.is_cpu and tensor.dim() <= _MOST_DIMENSIONS and tensor.untyped_storage().nbytes() <= MOST_STORAGE_BYTES
+    )
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Say whether a tensor covers all bytes from its first to its last."""
     begin, end = byte_span(tensor)
@@ -118,9 +131,6 @@ class Rerun:
             for value in (*args, *kwargs.values()):
                 self._memory.measure(value)
             self._copies = self._memory.copies()
-            given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-            self._generators = [torch.default_generator, *given]
-            self._states = [generator.get_state() for generator in self._generators]
         self._unchanged: set[str] = set()
         self._silent = self._places_not_written()
 
@@ -146,7 +156,7 @@ class Rerun:
 
     def _chances(self) -> dict[str, Mask] | None:
         first, silent = self._execute(0)
-        if not all(map(_is_plain, first.values())):
+        if not all(map(_is_plain, first.values())) or sum(tensor.nbytes for tensor in first.values()) > MOST_BYTES:
             return None
         results = [first]
         for number in range(1, len(_TOP_BYTES)):
@@ -199,8 +209,7 @@ class Rerun:
             if isinstance(value, torch.Tensor) and name.partition(".")[0] in self._facts.written
         }
         before = {slot: tensor_bytes(value).copy() for slot, value in written.items()} if number == 0 else {}
-        with put_back(self._generators, self._states):
-            result = find_operator(self._facts.name)(*args, **kwargs)
+        result = find_operator(self._facts.name)(*args, **kwargs)
         self._unchanged.update(
             slot for slot, data in before.items() if np.array_equal(data, tensor_bytes(written[slot]))
         )
@@ -208,36 +217,28 @@ class Rerun:
 
 
 def can_run_again(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Say whether a call may be executed again on copies: PyTorch's own operator, all plain and on the CPU."""
-    if not facts.name.startswith("aten."):
+    """Say whether a call may be executed again on copies: PyTorch's own operator, all plain, small and on the CPU."""
+    if facts.draws or not facts.name.startswith("aten."):
         return False
+    num_bytes = 0
     for _, value in named_arguments(facts, args, kwargs):
-        if isinstance(value, torch.Tensor) and not _is_plain(value):
-            return False
+        if isinstance(value, torch.Tensor):
+            if not _is_plain(value):
+                return False
+            begin, end = byte_span(value)
+            num_bytes += end - begin
         if isinstance(value, torch.device) and value.type != "cpu":
             return False
-    return True
+    return num_bytes <= MOST_BYTES
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         tensor.is_cpu
         and tensor.layout is torch.strided
+        and tensor.dim() <= _MOST_DIMENSIONS
         and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
-
-
-@contextmanager
-def put_back(generators: list[torch.Generator], states: list[torch.Tensor]) -> Iterator[None]:
-    """Give generators other states for as long as this lasts."""
-    after = [generator.get_state() for generator in generators]
-    try:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        yield
-    finally:
-        for generator, state in zip(generators, after, strict=True):
-            generator.set_state(state)
 
 
 def _window(memory: npt.NDArray[Any], tensor: torch.Tensor) -> npt.NDArray[Any]:

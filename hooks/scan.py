@@ -21,7 +21,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from bitcheck.events import Level, Site, StepColumns, qualified_name
 from bitcheck.hooks.attach import call_at_end, is_worker, leave_word
 from bitcheck.hooks.capture import CallMemory
 from bitcheck.hooks.dynamo import UnseenMode, is_quiet, paused, skip_frame
-from bitcheck.hooks.fresh import put_back
 from bitcheck.hooks.launches import Kernel
 from bitcheck.hooks.lines import Lines
 from bitcheck.hooks.modules import named_tensors
@@ -397,7 +396,7 @@ class _Trial:
         args = tuple(self.memory.rebuild(value, copies) for value in self.args)
         kwargs = {name: self.memory.rebuild(value, copies) for name, value in self.kwargs.items()}
         fills = nullcontext() if pattern is None or self.is_own else _Filling(self.func, self._backend_key(), pattern)
-        with put_back(self._generators, self._states), fills:
+        with _put_back(self._generators, self._states), fills:
             result = self.func(*args, **kwargs)
         return self.results(args, kwargs, result), result
 
@@ -440,6 +439,19 @@ class _Filling(UnseenMode):
                 if tensor.dtype.is_floating_point and tensor.numel():
                     _bytes_of(tensor.untyped_storage()).fill_(self._pattern)
         return result
+
+
+@contextmanager
+def _put_back(generators: list[torch.Generator], states: list[torch.Tensor]) -> Iterator[None]:
+    """Give generators other states for as long as this lasts."""
+    after = [generator.get_state() for generator in generators]
+    try:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        yield
+    finally:
+        for generator, state in zip(generators, after, strict=True):
+            generator.set_state(state)
 
 
 def _generators(facts: OpFacts, args: Any, kwargs: Any) -> Iterator[torch.Generator]:

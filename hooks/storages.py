@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bitcheck.hooks.fresh import Mask, Shadow, is_dense
+from bitcheck.hooks.fresh import Mask, Shadow, can_follow, is_dense
 from bitcheck.hooks.native import native
 from bitcheck.hooks.steps import StepBuilder
 from bitcheck.hooks.tensors import byte_span
@@ -31,8 +31,8 @@ class StorageWriters:
         """`is_gone(memory.weak)`: the storage was freed; another may lie at its address."""
         self.written: tuple[int, int] | Shadow | None = None
         """Of memory that was handed out with nothing in it: bytes from and up to which it was written since, or which
-        mean something where they are not all of those; None where all of it may mean something. On a device always the
-        first: what lies between two parts that were written counts as written."""
+        mean something where they are not all of those; None where all of it may mean something. On a device, and of
+        large memory, always the first: what lies between two parts that were written counts as written."""
         self.builder: StepBuilder | None = None
         self.events: tuple[int, ...] = ()
 
@@ -75,9 +75,13 @@ class Memory(_Base):
             return
         begin, end = byte_span(tensor)
         known = self.written
-        if isinstance(known, tuple) and chance is None:
+        is_followed = can_follow(tensor)
+        if not is_followed and not isinstance(known, tuple):
+            self.written = None
+            return
+        if isinstance(known, tuple) and (chance is None or not is_followed):
             is_apart = known[0] < known[1] and (begin > known[1] or end < known[0])
-            if not tensor.is_cpu or (is_dense(tensor) and not is_apart):
+            if not is_followed or (is_dense(tensor) and not is_apart):
                 if known[0] < known[1]:
                     begin, end = min(begin, known[0]), max(end, known[1])
                 self.written = (begin, end) if end - begin < tensor.untyped_storage().nbytes() else None
@@ -90,11 +94,11 @@ class Memory(_Base):
         """Return which elements of a CPU tensor over this memory hold what it held by chance, None where none does."""
         known = self.written
         if isinstance(known, Shadow):
-            if not known.fits(tensor):
-                self.written = None  # resized behind PyTorch's back
+            if not (known.fits(tensor) and can_follow(tensor)):
+                self.written = None  # resized behind PyTorch's back, or more dimensions than numpy has
                 return None
             return known.chance(tensor)
-        if known is None:
+        if known is None or not can_follow(tensor):
             return None
         begin, end = byte_span(tensor)
         return None if known[0] <= begin and end <= known[1] else self._shadow(tensor).chance(tensor)

@@ -8,6 +8,9 @@
  */
 #include "native.h"
 
+/* As `native.INTERFACE`: one more with every change of what the two halves expect of each other. */
+#define INTERFACE 1
+
 #include "xxh3.h"
 
 #define DEFINE_NAME(NAME) PyObject *name_##NAME;
@@ -109,7 +112,8 @@ PyMODINIT_FUNC PyInit__native(void)
     NAMES(INTERN_NAME)
     xxh3_choose("avx512");
     PyObject *module = PyModule_Create(&definition), *memory_type = module != NULL ? make_memory_type() : NULL;
-    if (memory_type == NULL || PyModule_AddObjectRef(module, "Memory", memory_type) < 0)
+    if (memory_type == NULL || PyModule_AddObjectRef(module, "Memory", memory_type) < 0 ||
+        PyModule_AddIntConstant(module, "INTERFACE", INTERFACE) < 0)
         Py_CLEAR(module);
     Py_XDECREF(memory_type);
     return module;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -641,3 +642,71 @@ def test_which_outputs_are_room_to_work_in() -> None:
     assert [flash.is_private(f"out.{place}") for place in range(9)] == [False] * 6 + [True] * 3
     assert facts_of(aten.mkldnn_rnn_layer_backward.default).unread == {"workspace"}
     assert not facts_of(aten.native_batch_norm.default).private
+
+
+@pytest.mark.usefixtures("how")
+def test_another_threads_random_numbers_are_those_of_the_bare_program() -> None:
+    def run(empty: Empty) -> torch.Tensor:
+        numbers: list[float] = []
+        is_over = threading.Event()
+
+        def draw() -> None:
+            while not is_over.is_set() or len(numbers) < 200:
+                numbers.append(torch.rand(()).item())
+
+        torch.manual_seed(1)
+        feeder = threading.Thread(target=draw)
+        feeder.start()
+        buffer = empty(64, 64)
+        for row in range(0, 60, 2):
+            buffer[row] = row
+            (buffer * 2).sum(1)
+        is_over.set()
+        feeder.join()
+        drawn.append(numbers)
+        return buffer[::2].sum()
+
+    drawn: list[list[float]] = []
+    record(run, 1)
+    torch.manual_seed(1)
+    assert drawn[0] == [torch.rand(()).item() for _ in drawn[0]]
+
+
+@pytest.mark.usefixtures("how")
+@pytest.mark.parametrize("is_small", [True, False])
+def test_what_is_given_many_bytes_is_not_executed_again(is_small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    executed: list[int] = []
+    execute = Rerun._execute
+
+    def execute_one(self: Rerun, number: int) -> Any:
+        executed.append(number)
+        return execute(self, number)
+
+    def run(empty: Empty) -> torch.Tensor:
+        buffer = empty(64, 64)
+        buffer[CHOSEN.nonzero()[:, 0]] = 1.0
+        return (buffer * 2)[CHOSEN.nonzero()[:, 0]]
+
+    monkeypatch.setattr(Rerun, "_execute", execute_one)
+    if not is_small:
+        monkeypatch.setattr(fresh_memory, "MOST_BYTES", 8192)
+    record(run, 1)
+    assert bool(executed) == is_small
+
+
+@pytest.mark.usefixtures("how")
+def test_large_memory_is_followed_by_ranges_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fresh_memory, "MOST_STORAGE_BYTES", 100)
+    monkeypatch.setattr(Shadow, "__init__", lambda *_: pytest.fail("a byte of knowledge for each byte"))
+    record(lambda empty: empty(64).index_fill_(0, torch.arange(0, 64, 2), 1.0)[::2], 1)
+
+
+@pytest.mark.usefixtures("how")
+@pytest.mark.parametrize("num_dimensions", [8, 31, 32, 64, 70])
+def test_tensors_of_many_dimensions_are_recorded(num_dimensions: int) -> None:
+    def run(empty: Empty) -> torch.Tensor:
+        buffer = empty(8)
+        buffer[::2] = 1.0
+        return (buffer.view([1] * (num_dimensions - 1) + [8]) * 2).flatten()[::2]
+
+    record(run, 1)
