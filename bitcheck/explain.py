@@ -416,6 +416,10 @@ def _snapshot(findings: Findings) -> list[str]:
             f"Step {entering[0].step} begins otherwise in what does not follow from that, too: "
             f"{'; '.join(_entering(origin) for origin in entering[:MAX_NAMED])}."
         )
+        if any(origin.cause is Cause.HYPERPARAMETER for origin in entering) and first.phase == Phase.OPTIM:
+            sentences.append(
+                "(An optimizer's state_dict holds such numbers, too: they may be right again once it is loaded.)"
+            )
     return sentences
 
 

@@ -108,6 +108,12 @@ REMEDIES: tuple[Remedy, ...] = (
     ),
     Remedy(
         _only(Cause.DATA),
+        "The program gives this operation another number: find what makes it at the line that asks for the operation "
+        "(--stacks): an argument of the command, a configuration, a count, or what was read from a tensor (.item()).",
+        site=r"\.scalars(?:[#@]|$)",
+    ),
+    Remedy(
+        _only(Cause.DATA),
         "Make the order and the content of the batches a function of the seed and the step alone: sort file lists "
         "(os.listdir, set and glob have no fixed order; PYTHONHASHSEED changes a set's), seed the sampler's "
         "generator and the workers (generator=, worker_init_fn=), and save the sampler's generator and position in "
@@ -268,6 +274,12 @@ def find_remedy(
     if first is not None and first.remarks:
         return READ_ADVICE
     advice = _advice(cause, first)
+    if cause is Cause.COMPUTE and not advice and level is Level.MODULE and first is not None and first.phase == "grad":
+        advice = (
+            "Compare what the two programs do with gradients between the backward pass and the optimizer's step: "
+            "clipping, a gradient scaler, a hook, a sum over ranks of their own. Where they do the same, call "
+            "torch.use_deterministic_algorithms(True), and see whether it goes away."
+        )
     if cause is Cause.COMPUTE and not advice:
         advice = f"{DETERMINISTIC} and see whether it goes away."
     if cause in (Cause.FORWARD, Cause.BACKWARD) and not advice:

@@ -19,7 +19,7 @@ import torch
 
 from bitcheck.events import Phase, qualified_name
 from bitcheck.hooks.op_schema import OpFacts
-from bitcheck.hooks.replay import ALIGNMENT_BYTES
+from bitcheck.hooks.replay import ALIGNMENT_BYTES, with_bits
 from bitcheck.hooks.tensors import byte_span
 
 _SITE = re.compile(r"(?P<head>[a-z]+/.*):(?P<slot>[^:#@]+)(#(?P<occurrence>\d+))?(?P<eval>@eval)?")
@@ -140,7 +140,7 @@ class CallMemory:
             offset = (value.storage_offset() * value.element_size() - self._aligned(key)[0]) // value.element_size()
             tensor = torch.empty(0, dtype=value.dtype, device=value.device)
             tensor.set_(flat.untyped_storage(), offset, value.size(), value.stride())
-            return tensor
+            return with_bits(tensor, value.is_conj(), value.is_neg())
         if type(value) in (list, tuple):
             return type(value)(self.rebuild(member, copies) for member in value)
         return value
@@ -156,6 +156,8 @@ class CallMemory:
                 "offset": offset_bytes // value.element_size(),
                 "size": list(value.size()),
                 "stride": list(value.stride()),
+                "is_conj": value.is_conj(),
+                "is_neg": value.is_neg(),
             }
             return "tensor", place
         if isinstance(value, (list, tuple)):

@@ -132,6 +132,7 @@ class Rerun:
                 self._memory.measure(value)
             self._copies = self._memory.copies()
         self._unchanged: set[str] = set()
+        self._first: dict[str, torch.Tensor] = {}
         self._silent = self._places_not_written()
 
     def is_all_from(self, tensor: torch.Tensor, slot: str) -> bool:
@@ -146,6 +147,20 @@ class Rerun:
         except Exception:  # noqa: BLE001  an operator that cannot take the fillings: its results count as they are
             return None
 
+    def explains(self, results: Mapping[str, torch.Tensor], chances: Mapping[str, Mask]) -> bool:
+        """Say whether the program's own results are those that were found, but for what is chance.
+
+        They are not where memory held what none of the fillings is: a NaN, an infinity, times zero.
+        """
+        for slot, own in results.items():
+            found, chance = self._first.get(slot), chances.get(slot)
+            if found is None or found.shape != own.shape or found.dtype != own.dtype or not _is_plain(own):
+                continue
+            differs = _differs(found, own)
+            if (differs if chance is None else differs & (chance == 0)).any():
+                return False
+        return True
+
     def _places_not_written(self) -> list[int]:
         """Return which of the storages hold no chance and are not said to be written."""
         said = {value.untyped_storage()._cdata for value, _ in self._filled}
@@ -156,6 +171,7 @@ class Rerun:
 
     def _chances(self) -> dict[str, Mask] | None:
         first, silent = self._execute(0)
+        self._first = first
         if not all(map(_is_plain, first.values())) or sum(tensor.nbytes for tensor in first.values()) > MOST_BYTES:
             return None
         results = [first]

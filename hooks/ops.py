@@ -387,7 +387,7 @@ class OpHooks(UnseenMode):
         chances: dict[int, Mask] = {}
         if rerun is not None:
             found = rerun.chances()
-            if found is None:
+            if found is None or not rerun.explains({slot: tensor for slot, tensor, _ in wrote}, found):
                 builder.count_chance(inputs)  # what it made of chance is not known, and so counts
             else:
                 chances = self._chances_of_results(rerun, found, wrote)

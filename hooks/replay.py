@@ -51,7 +51,7 @@ def decode(value: Any, storages: list[torch.Tensor]) -> Any:
         flat = storages[content["storage"]]
         tensor = torch.empty(0, dtype=dtype, device=flat.device)
         tensor.set_(flat.untyped_storage(), content["offset"], tuple(content["size"]), tuple(content["stride"]))
-        return tensor
+        return with_bits(tensor, content.get("is_conj", False), content.get("is_neg", False))
     if kind in ("list", "tuple"):
         members = [decode(member, storages) for member in content]
         return tuple(members) if kind == "tuple" else members
@@ -62,6 +62,13 @@ def decode(value: Any, storages: list[torch.Tensor]) -> Any:
     if kind == "generator":
         return torch.default_generator if content == "cpu" else torch.cuda.default_generators[int(content)]
     return content
+
+
+def with_bits(tensor: torch.Tensor, is_conj: bool, is_neg: bool) -> torch.Tensor:
+    """Return a tensor over the same memory that stands for its conjugate, for its negative, or for both."""
+    if is_conj:
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if is_neg else tensor
 
 
 def set_switches(switches: dict[str, Any]) -> None:

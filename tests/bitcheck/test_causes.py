@@ -86,6 +86,18 @@ def test_every_cause_has_advice_that_ends_as_a_sentence(cause: Cause, level: Lev
     assert advice.endswith(".")
 
 
+def test_a_number_that_differs_is_no_batch() -> None:
+    number = replace(origin(Cause.DATA), site="forward/mix:aten.mul.Tensor.scalars#2")
+    assert "another number" in find_remedy(Cause.DATA, [number], Level.OP)
+    assert "batches" in find_remedy(Cause.DATA, [origin(Cause.DATA)], Level.OP)
+
+
+def test_gradients_that_change_after_backward_are_looked_for_in_the_program_first() -> None:
+    found = find_remedy(Cause.COMPUTE, [origin(Cause.COMPUTE, phase="grad")], Level.MODULE)
+    assert "clipping" in found and "--level op" in found
+    assert "clipping" not in find_remedy(Cause.COMPUTE, [origin(Cause.COMPUTE, phase="grad")], Level.STATE)
+
+
 @pytest.mark.parametrize(
     ("op", "words"),
     [
@@ -183,7 +195,7 @@ def test_no_entry_of_the_table_is_hidden_by_those_before_it() -> None:
         for cause in Cause
         for op in ops
         for phase in phases
-        for slot in ("out", "grad")
+        for slot in ("out", "grad", "aten.mul.Tensor.scalars#2")
     }
     for remedy in REMEDIES:
         assert any(text.startswith(remedy.advice) for text in given), remedy.advice

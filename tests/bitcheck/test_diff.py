@@ -251,6 +251,7 @@ def test_a_forgotten_optimizer_hides_nothing_else_that_was_forgotten(
     assert {origin.step for origin in answer.origins[NUM_BLOCKS:]} <= {3}
     assert answer.cause == "restore" and advice in answer.remedy
     assert ("does not follow from that" in answer.explanation) == bool(causes)
+    assert ("may be right again once it is loaded" in answer.explanation) == ("hyperparameter" in causes)
 
 
 def test_what_follows_from_parameters_that_were_not_restored_is_no_origin() -> None:

@@ -710,3 +710,29 @@ def test_tensors_of_many_dimensions_are_recorded(num_dimensions: int) -> None:
         return (buffer.view([1] * (num_dimensions - 1) + [8]) * 2).flatten()[::2]
 
     record(run, 1)
+
+
+QUIET, OTHER, NAN = 0x3F800000, 0x40000000, 0x7FC00001
+
+
+@pytest.mark.usefixtures("how")
+@pytest.mark.parametrize(("before", "has_effect"), [((QUIET, OTHER), False), ((QUIET, NAN), True), ((NAN, NAN), False)])
+def test_a_nan_that_zeros_do_not_hide_is_told_where_it_is_read(before: tuple[int, int], has_effect: bool) -> None:
+    def holding(bits: int) -> Program:
+        def run(empty: Empty) -> torch.Tensor:
+            buffer = empty(8, 4)
+            buffer.numpy().view(np.uint32)[...] = bits
+            buffer[:4] = TOKENS[:4]
+            weight = nn.Parameter(torch.ones(4, 2))
+            (buffer @ weight)[:4].sum().backward()
+            assert weight.grad is not None
+            return weight.grad.nan_to_num(7.0)
+
+        return run
+
+    baseline, candidate = (record(holding(bits), 1)[0] for bits in before)
+    answer = diff_runs(baseline, candidate)
+    assert (answer.verdict == "diverged") == has_effect, answer.explanation
+    if has_effect:
+        assert "torch.empty" in answer.explanation + answer.remedy
+        assert "from equal inputs" not in answer.explanation

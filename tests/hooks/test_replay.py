@@ -53,6 +53,13 @@ def test_words_of_pytorch_survive(tmp_path: Path) -> None:
     assert result.dtype == torch.float64 and torch.equal(result, x.double())
 
 
+def test_a_conjugate_and_a_negative_view_are_what_they_stand_for(tmp_path: Path) -> None:
+    numbers = torch.complex(torch.arange(4.0), torch.arange(4.0) + 1)
+    for view in (numbers.conj(), numbers.conj().imag, numbers):
+        (result,) = replay.execute(through_file(snapshot(aten.mul.Tensor, view, 2), tmp_path / "x.pt"))
+        assert torch.equal(result, view.resolve_conj().resolve_neg() * 2)
+
+
 def test_arguments_that_share_memory_still_share_it() -> None:
     base = torch.arange(8.0)
     call = snapshot(aten.add_.Tensor, base[2:6], base[2:6])

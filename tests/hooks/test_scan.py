@@ -241,6 +241,14 @@ def test_a_shape_changed_in_place_is_no_finding(turn: Callable[[torch.Tensor], t
     assert scan(lambda x: x + turn(x.detach() * 2), poison=True)["findings"] == []
 
 
+@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize(
+    "use", [lambda c: c.conj().resolve_conj(), lambda c: c.conj() * 2, lambda c: (c.conj().imag * 3).to(c.dtype)]
+)
+def test_a_conjugate_or_negative_view_is_no_finding(use: Callable[[torch.Tensor], torch.Tensor], poison: bool) -> None:
+    assert scan(lambda x: x + use(torch.complex(x, x * 2)).real, poison)["findings"] == []
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_scanning_goes_on_after_nested_tensors() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
