@@ -327,7 +327,7 @@ class DeviceDigester:
         A short way for what is done thousands of times a step: a contiguous tensor, a launch of its own.
         """
         queue, ring, num_bytes = self._queue, self._ring, kind[2]
-        count = -(-num_bytes // LEAF_BYTES)
+        count = num_leaves(num_bytes)
         with _NO_FUNCTION(), ring.lock:
             if (
                 not 0 < count <= self._launch_leaves
@@ -363,7 +363,7 @@ class DeviceDigester:
         None where they are too much for one launch.
         """
         sizes = [kind[2] for kind in kinds]
-        counts = [-(-size // LEAF_BYTES) for size in sizes]
+        counts = list(map(num_leaves, sizes))
         leaves = sum(counts)
         if leaves > self._launch_leaves:
             return None
