@@ -83,6 +83,8 @@ PASSED_OVER = frozenset({"c10d", "_c10d_functional", "c10d_functional", "profile
 SEQUENCES = frozenset({list, tuple})
 """What holds several arguments in one."""
 PLAIN_SCALARS = frozenset({type(None), bool, int, float, str})
+ATTRIBUTE_TYPES = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format})
+"""Types of arguments that only say what results are like: they are told by what is recorded of those."""
 
 
 class OpFacts(NamedTuple):

@@ -38,7 +38,15 @@ from bitcheck.hooks.launches import Kernel, LaunchHooks
 from bitcheck.hooks.lines import Lines
 from bitcheck.hooks.modules import in_backward, named_tensors
 from bitcheck.hooks.native import native
-from bitcheck.hooks.op_schema import PLAIN_SCALARS, SEQUENCES, OpFacts, facts_of, member_names, named_arguments
+from bitcheck.hooks.op_schema import (
+    ATTRIBUTE_TYPES,
+    PLAIN_SCALARS,
+    SEQUENCES,
+    OpFacts,
+    facts_of,
+    member_names,
+    named_arguments,
+)
 from bitcheck.hooks.sites import Sites
 from bitcheck.hooks.steps import StepBuilder
 from bitcheck.hooks.storages import Memory, is_gone
@@ -677,6 +685,7 @@ def _is_plain(value: Any) -> bool:
 
 if native is not None:
     native.configure(
+        attribute_types=ATTRIBUTE_TYPES,
         current_node=torch._C._current_autograd_node,
         free_weak_ref=torch.UntypedStorage._free_weak_ref,
         graph_task=torch._C._current_graph_task_id,

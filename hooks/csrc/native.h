@@ -97,6 +97,7 @@
     NEED(tensor_type)                                                                                                  \
     NEED(free_weak_ref)                                                                                                \
     NEED(alone)                                                                                                        \
+    NEED(attribute_types)                                                                                              \
     NEED(current_node)                                                                                                 \
     NEED(graph_task)                                                                                                   \
     NEED(is_distributed)                                                                                               \

@@ -259,6 +259,43 @@ static int append_pair(PyObject *list, PyObject *name, PyObject *value)
     return failed;
 }
 
+static int sort_argument(PyObject *name, PyObject *value, PyObject *tensors, PyObject *scalars);
+
+/* Put the members of a sequence where they belong, as `op_schema.named_arguments` names them: as `sort_argument`. */
+static int sort_members(PyObject *name, PyObject *value, PyObject *tensors, PyObject *scalars)
+{
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(value);
+    int has_tensor = 0, sorted = 1;
+    for (Py_ssize_t index = 0; index < count; index++) {
+        PyObject *member = PySequence_Fast_GET_ITEM(value, index);
+        if (is_tensor(member))
+            has_tensor = 1;
+        else if (!is_plain_scalar(member))
+            return 0;
+    }
+    PyObject *number = has_tensor ? PyLong_FromSsize_t(count) : NULL;
+    PyObject *names = number != NULL ? PyObject_CallFunctionObjArgs(member_names, name, number, NULL) : NULL;
+    Py_XDECREF(number);
+    if (names == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    if (!PyList_Check(names)) {
+        PyErr_SetString(PyExc_TypeError, "member_names gives a list with the name of each member");
+        sorted = -1;
+    }
+    for (Py_ssize_t index = 0; sorted == 1 && index < count; index++) {
+        if (index >= PySequence_Fast_GET_SIZE(value) || index >= PyList_GET_SIZE(names)) {
+            PyErr_SetString(PyExc_RuntimeError, "arguments were taken away while they were looked at");
+            sorted = -1;
+            break;
+        }
+        PyObject *member = Py_NewRef(PySequence_Fast_GET_ITEM(value, index));
+        sorted = sort_argument(PyList_GET_ITEM(names, index), member, tensors, scalars);
+        Py_DECREF(member);
+    }
+    Py_DECREF(names);
+    return sorted;
+}
+
 /* Put one argument where it belongs: 1; 0 where it is for the Python to look at; 2 for a tensor that has no bytes. */
 static int sort_argument(PyObject *name, PyObject *value, PyObject *tensors, PyObject *scalars)
 {
@@ -268,9 +305,12 @@ static int sort_argument(PyObject *name, PyObject *value, PyObject *tensors, PyO
             return is_meta < 0 ? -1 : 2;
         return append_pair(tensors, name, value) < 0 ? -1 : 1;
     }
-    if (is_plain_scalar(value) || is_sequence(value) == 2)
+    int sequence = is_sequence(value);
+    if (sequence == 1)
+        return sort_members(name, value, tensors, scalars);
+    if (is_plain_scalar(value) || sequence == 2)
         return append_pair(scalars, name, value) < 0 ? -1 : 1;
-    return 0;
+    return PySet_Contains(attribute_types, (PyObject *)Py_TYPE(value)); /* a dtype: the results show it */
 }
 
 /* Sort an operation's arguments as `ops._sort_arguments`: 1; 0 where the Python has to; 2 where a tensor has no bytes. */
@@ -1118,8 +1158,11 @@ end:
  * NULL where the Python has to look, or with an error set. */
 static PyObject *facts_at_hand(PyObject *hooks, PyObject *func, PyObject *types)
 {
-    if (PyObject_IsTrue(types) != 0)
+    if (!PyTuple_Check(types))
         return NULL;
+    for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(types); index++) /* a subclass may go first */
+        if (PyTuple_GET_ITEM(types, index) != tensor_type && PyTuple_GET_ITEM(types, index) != parameter_type)
+            return NULL;
     PyObject *depth = NULL, *known = NULL, *number = NULL, *launches = NULL, *seen = NULL, *facts = NULL;
     PyObject *recorder = PyObject_GetAttr(hooks, name__recorder);
     if (recorder == NULL || has(recorder, name_is_active) != 1 ||

@@ -2,6 +2,8 @@
 
 #include <string.h>
 
+#include "team.h"
+
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
@@ -9,6 +11,7 @@
 /* Rows and columns of a tile: one cache line of elements each way, so that what lies beside an element is still
  * near when its turn comes. */
 #define TILE_BYTES 64
+#define MIN_TEAM_BYTES 65536 /* to a thread: below it the others are not worth waking */
 
 typedef struct {
     uint64_t halves[2];
@@ -145,28 +148,57 @@ static void copy_planes(uint8_t *out, const uint8_t *in, int num_dimensions, con
                     itemsize);
 }
 
+/* What to copy: two dimensions at least, those of one element left out, those that lie as one joined. */
+typedef struct {
+    uint8_t *out;
+    const uint8_t *in;
+    int num_dimensions;
+    int64_t shape[MAX_DIMENSIONS + 2], strides[MAX_DIMENSIONS + 2];
+    size_t itemsize;
+    int64_t index_bytes; /* that one index of the first dimension comes to */
+    int64_t at_once;     /* indices of it that make a piece: a tile's rows, where they are rows */
+} Copy;
+
+static void copy_pieces(void *context, size_t begin, size_t end)
+{
+    const Copy *copy = context;
+    int64_t shape[MAX_DIMENSIONS + 2], first = (int64_t)begin * copy->at_once, last = (int64_t)end * copy->at_once;
+    memcpy(shape, copy->shape, sizeof shape);
+    shape[0] = (last < copy->shape[0] ? last : copy->shape[0]) - first;
+    copy_planes(copy->out + first * copy->index_bytes, copy->in + first * copy->strides[0], copy->num_dimensions, shape,
+                copy->strides, copy->itemsize);
+}
+
 void copy_row_major(uint8_t *out, const uint8_t *in, int num_dimensions, const int64_t *shape, const int64_t *strides,
                     size_t itemsize)
 {
-    /* Two dimensions at least; those of one element left out, those that lie as one joined. */
-    int64_t extents[MAX_DIMENSIONS + 2] = {1, 1}, steps[MAX_DIMENSIONS + 2] = {0, 0};
-    int last = 1;
+    Copy copy = {.out = out, .in = in, .shape = {1, 1}, .itemsize = itemsize, .index_bytes = (int64_t)itemsize};
+    int last = 0;
     for (int dimension = 0; dimension < num_dimensions; dimension++) {
         int64_t extent = shape[dimension], stride = strides[dimension];
         if (extent == 1)
             continue;
-        if (extents[last] > 1 && steps[last] == extent * stride) {
-            extents[last] *= extent;
-            steps[last] = stride;
+        if (copy.shape[last] > 1 && copy.strides[last] == extent * stride) {
+            copy.shape[last] *= extent;
+            copy.strides[last] = stride;
         } else {
-            if (extents[last] > 1)
+            if (copy.shape[last] > 1)
                 last++;
-            extents[last] = extent;
-            steps[last] = stride;
+            copy.shape[last] = extent;
+            copy.strides[last] = stride;
         }
     }
-    int first = last > 1 ? 1 : 0; /* a lone dimension is the columns of one row */
-    if (extents[last] == 1)
-        steps[last] = (int64_t)itemsize;
-    copy_planes(out, in, last - first + 1, extents + first, steps + first, itemsize);
+    if (last == 0) { /* a lone dimension is the columns of one row */
+        copy.shape[1] = copy.shape[0];
+        copy.strides[1] = copy.shape[0] > 1 ? copy.strides[0] : (int64_t)itemsize;
+        copy.shape[0] = 1;
+        copy.strides[0] = 0;
+        last = 1;
+    }
+    copy.num_dimensions = last + 1;
+    for (int dimension = 1; dimension <= last; dimension++)
+        copy.index_bytes *= copy.shape[dimension];
+    copy.at_once = last == 1 ? TILE_BYTES / (int64_t)itemsize : 1;
+    int64_t piece_bytes = copy.at_once * copy.index_bytes, count = (copy.shape[0] + copy.at_once - 1) / copy.at_once;
+    in_team(copy_pieces, &copy, (size_t)count, (size_t)((MIN_TEAM_BYTES + piece_bytes - 1) / piece_bytes));
 }

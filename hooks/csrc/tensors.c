@@ -2,15 +2,33 @@
 #include "native.h"
 
 #include "row_major.h"
+#include "team.h"
 #include "xxh3.h"
 
 #define PAD_BYTES 1024
 #define MAX_JOINED_BYTES 4096
+#define MIN_TEAM_LEAVES 4 /* to a thread: below it the others are not worth waking */
+
+typedef struct {
+    const uint8_t *data;
+    uint8_t *leaves;
+} Whole;
+
+static void hash_whole_leaves(void *context, size_t begin, size_t end)
+{
+    const Whole *whole = context;
+    for (size_t leaf = begin; leaf < end; leaf++)
+        xxh3_128(whole->data + leaf * LEAF_BYTES, LEAF_BYTES, whole->leaves + leaf * XXH3_DIGEST_BYTES);
+}
 
 static void hash_leaves(const uint8_t *data, Py_ssize_t num_bytes, uint8_t *leaves)
 {
-    for (; num_bytes >= LEAF_BYTES; data += LEAF_BYTES, num_bytes -= LEAF_BYTES, leaves += XXH3_DIGEST_BYTES)
-        xxh3_128(data, LEAF_BYTES, leaves);
+    Whole whole = {data, leaves};
+    size_t num_whole = (size_t)num_bytes / LEAF_BYTES;
+    in_team(hash_whole_leaves, &whole, num_whole, MIN_TEAM_LEAVES);
+    data += num_whole * LEAF_BYTES;
+    leaves += num_whole * XXH3_DIGEST_BYTES;
+    num_bytes %= LEAF_BYTES;
     if (num_bytes == 0)
         return;
     Py_ssize_t padded_bytes = (num_bytes + PAD_BYTES - 1) / PAD_BYTES * PAD_BYTES;

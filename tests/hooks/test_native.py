@@ -289,6 +289,89 @@ def test_an_error_of_a_tensors_own_comes_out_as_it_is() -> None:
     assert native.digest_plain(tensor) is None
 
 
+# --- on several threads
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Gives PyTorch back the threads that it had."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_a_digest_is_the_same_on_any_number_of_threads(count: int, threads: None) -> None:
+    torch.set_num_threads(count)
+    for num_leaves in (7, 8, 9, 12, 13, 31, 33, 100):
+        for more in (0, 4, 1024, 16_380):
+            assert_equal_and_there(of_bytes(torch.float32, (num_leaves * 16_384 + more) // 4))
+    for shape in ((300, 200), (7, 30_000), (40_000, 3), (3, 5, 17_000), (16, 64, 64, 3)):
+        for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.complex128):
+            turned = of_bytes(dtype, *shape).transpose(0, -1)
+            assert_equal_and_there(turned)
+            assert_equal_and_there(turned[1:, ::2])
+
+
+IMPORTS = (
+    "from bitcheck.hooks import recorder\n"
+    "from bitcheck.hooks.native import native\n"
+    "from bitcheck.hooks.tensors import digest_plain_portably\n"
+)
+
+
+def run_code(code: str, num_threads: int) -> str:
+    """Run Python code in a process of its own where PyTorch has some threads; return what it prints."""
+    head = (
+        "import os, torch\n"
+        "large = torch.frombuffer(bytearray(os.urandom(100)) * 80_000, dtype=torch.int64)\n"  # by this thread alone
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(num_threads)}
+    environment.pop("OMP_THREAD_LIMIT", None)
+    ended = subprocess.run(
+        [sys.executable, "-c", head + code],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return ended.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells how many threads there are")
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_large_tensor_is_digested_on_the_threads_that_pytorch_has(count: int) -> None:
+    code = IMPORTS + (
+        "def threads(): return len(os.listdir('/proc/self/task'))\n"
+        "before = threads()\n"
+        "others = torch.get_num_threads() - 1\n"
+        "native.digest_plain(large[:1000])\n"
+        "print(threads() - before)\n"
+        "native.digest_plain(large)\n"
+        "print(threads() - before - others)\n"
+        "large.add_(1)\n"
+        "print(threads() - before - others)\n"
+    )
+    assert run_code(code, count).split() == ["0"] * 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.parametrize("before", ["", IMPORTS, IMPORTS + "native.digest_plain(large)\n"], ids=["", "loaded", "used"])
+def test_a_forked_child_waits_for_no_thread_of_its_parents(before: str) -> None:
+    code = (
+        f"{before}large.add_(1)\n"
+        "child = os.fork()\n"
+        f"{IMPORTS}"
+        "expected = digest_plain_portably(large)\n"
+        "if not child: os._exit(native.digest_plain(large) != expected)\n"
+        "import signal; signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL)); signal.alarm(20)\n"
+        "print(os.waitpid(child, 0)[1])\n"
+    )
+    assert run_code(code, 2).split() == ["0"]
+
+
 # --- what a device's digester asks for: of the CPU's tensors it gives the same
 
 
@@ -480,9 +563,9 @@ def test_what_the_python_opens_is_looked_at_before_it_is_closed(
 ) -> None:
     with bitcheck.record(tmp_path / "a", level="op"):
         x = torch.ones(3)
-        torch.cat([x, x])  # the Python runs an operator that is new
+        x.bernoulli_(1)  # the Python runs an operator that is new
         monkeypatch.setattr(ops.OpHooks, "_begin", lambda *_: ())
-        assert torch.cat([x, x]).tolist() == [1] * 6
+        assert x.bernoulli_(1).tolist() == [1] * 3
     assert "recording failed in compiled code: TypeError: what was opened, not ()" in capsys.readouterr().err
 
 
