@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from bitcheck.events import Kind, Site, StepColumns
+from bitcheck.hooks.device_digest import DeviceDigester
 from bitcheck.hooks.fresh import Shadow
 from bitcheck.hooks.op_schema import OpFacts
 from bitcheck.hooks.ops import Opened, OpHooks
@@ -60,6 +61,9 @@ def wait_for_number(address: int, number: int, modulus: int, pause_s: float, tim
 
     Numbers grow one by one modulo `modulus`. Returns whether it has, False after `timeout_s`.
     """
+
+def submit_places(digester: DeviceDigester, kinds: list[Kind], places: list[int]) -> list[int] | None:
+    """As `DeviceDigester._submit_few` for tensors that are there and contiguous; None where the Python has to."""
 
 def run_operation(hooks: OpHooks, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """As `OpHooks._run`."""

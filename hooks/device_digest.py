@@ -45,6 +45,7 @@ from bitcheck.hooks.kernels.layout import (
     special_of,
 )
 from bitcheck.hooks.kernels.ring import LONG_PAUSE_S, Flight, Ring
+from bitcheck.hooks.kernels.shortcut import Shortcut
 from bitcheck.hooks.native import native
 from bitcheck.hooks.tensors import Digest, digest_tensor, kind_of
 
@@ -99,9 +100,6 @@ class Digester(Protocol):
     def submit(self, tensor: torch.Tensor, kind: Kind) -> int:
         """Do the same for one tensor of which the kind is known."""
 
-    def submit_places(self, kinds: Sequence[Kind], places: Sequence[int]) -> list[int] | None:
-        """Do the same for tensors of which is known where their elements lie on the device; None where it cannot."""
-
     def flush(self) -> None:
         """Set everything submitted on its way to the host; `resolve` does so itself."""
 
@@ -143,11 +141,15 @@ def _open_device_digester(device: torch.device, wishes: Wishes) -> DeviceDigeste
     queue = CudaQueue(device)
     with queue.current(), queue.aside():
         kernels = LeafKernels(queue.device)
-    return DeviceDigester(queue, kernels, wishes=wishes)
+    digester = DeviceDigester(queue, kernels, wishes=wishes)
+    digester.take_shortcut(kernels.shortcut(*queue.questions))
+    return digester
 
 
 class HostDigester:
     """The portable path: copies a tensor to the host in chunks and digests it there, at once."""
+
+    _shortcut = None  # as `DeviceDigester` has it
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -169,10 +171,6 @@ class HostDigester:
     def submit(self, tensor: torch.Tensor, kind: Kind) -> int:
         """Do the same for one tensor."""
         return self.submit_many([tensor])[0]
-
-    def submit_places(self, kinds: Sequence[Kind], places: Sequence[int]) -> list[int] | None:
-        """Leave it to `submit_many`: the host reads tensors, not places."""
-        return None
 
     def flush(self) -> None:
         """Do nothing: nothing is under way."""
@@ -256,6 +254,26 @@ class DeviceDigester:
             self._scratch = queue.empty(scratch_bytes, torch.uint8)
             queue.synchronize()
         self._scratch_address = self._scratch.data_ptr()
+        self._shortcut: Shortcut | None = None
+        """How the compiled half launches the kernels; None where it does not."""
+
+    def take_shortcut(self, shortcut: Shortcut | None) -> None:
+        """Let the compiled half launch, if what it gives on this device is what the CPU gives; waits for the device."""
+        if shortcut is None or native is None:
+            return
+        data = torch.arange(12_289, dtype=torch.int64).view(torch.uint8)
+        with self._queue.current():
+            with self._queue.aside():
+                copy = data.to(self._queue.device)
+            self._queue.synchronize()
+            self._shortcut = shortcut
+            for spans in ([(0, 40_000)], [(0, 16_384), (3, 73)], [(0, 40_000), (3, 73), (16, 32_784), (8, 98_312)]):
+                pieces = [data[start:end] for start, end in spans]
+                places = [copy.data_ptr() + start for start, _ in spans]
+                tickets = native.submit_places(self, list(map(kind_of, pieces)), places)
+                if tickets is None or self.resolve_many(tickets) != list(map(digest_tensor, pieces)):
+                    self._shortcut = None
+                    return
 
     # --- the training thread
 
@@ -345,17 +363,6 @@ class DeviceDigester:
             if ring.num_filling >= self._flight_leaves:
                 ring.flush()
         return ticket
-
-    def submit_places(self, kinds: Sequence[Kind], places: Sequence[int]) -> list[int] | None:
-        """Capture tensors of which the elements lie at `places` on the device, one after the other.
-
-        None where that is not to be done in this short way; `submit_many` says why.
-        """
-        queue = self._queue
-        with self._ring.lock:
-            if len(kinds) > FEW_TENSORS or queue.is_capturing() or not queue.is_current():
-                return None
-            return self._submit_few(kinds, places)
 
     def _submit_few(self, kinds: Sequence[Kind], places: Sequence[int]) -> list[int] | None:
         """Capture a few tensors that are there and contiguous: a short way for what is done thousands of times a step.

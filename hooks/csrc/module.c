@@ -95,6 +95,9 @@ static PyMethodDef methods[] = {
      "As `DeviceDigester._receive` for tickets whose leaves come in one flight; return the places of the others."},
     {"wait_for_number", wait_for_number, METH_VARARGS,
      "Wait until the int64 at an address has reached a number, the interpreter's lock let go; say whether it has."},
+    {"submit_places", submit_places, METH_VARARGS,
+     "As `DeviceDigester._submit_few` for tensors of which the elements lie at places on the device; None where the\n"
+     "Python has to."},
     {"run_operation", FAST(run_operation), "As `OpHooks._run`."},
     {"begin_operation", FAST(begin_operation), "As `OpHooks._begin`."},
     {"end_operation", FAST(end_operation), "As `OpHooks._end`."},

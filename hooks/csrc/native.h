@@ -9,7 +9,9 @@
 #define NAMES(NAME)                                                                                                    \
     NAME(__enter__)                                                                                                    \
     NAME(__exit__)                                                                                                     \
+    NAME(_address)                                                                                                     \
     NAME(_begin)                                                                                                       \
+    NAME(_capacity)                                                                                                    \
     NAME(_capture)                                                                                                     \
     NAME(_cdata)                                                                                                       \
     NAME(_counts)                                                                                                      \
@@ -17,9 +19,15 @@
     NAME(_end)                                                                                                         \
     NAME(_executions)                                                                                                  \
     NAME(_facts)                                                                                                       \
+    NAME(_filling)                                                                                                     \
+    NAME(_flight_leaves)                                                                                               \
+    NAME(_flights)                                                                                                     \
     NAME(_group)                                                                                                       \
+    NAME(_head)                                                                                                        \
+    NAME(_kinds)                                                                                                       \
     NAME(_known)                                                                                                       \
     NAME(_last)                                                                                                        \
+    NAME(_launch_leaves)                                                                                               \
     NAME(_launches)                                                                                                    \
     NAME(_lines)                                                                                                       \
     NAME(_local)                                                                                                       \
@@ -28,24 +36,34 @@
     NAME(_memory_of)                                                                                                   \
     NAME(_node)                                                                                                        \
     NAME(_num_modules)                                                                                                 \
+    NAME(_num_tickets)                                                                                                 \
     NAME(_owed)                                                                                                        \
     NAME(_places)                                                                                                      \
     NAME(_record_scalars)                                                                                              \
     NAME(_recorder)                                                                                                    \
+    NAME(_ring)                                                                                                        \
     NAME(_run)                                                                                                         \
     NAME(_scalars)                                                                                                     \
     NAME(_sequence_nr)                                                                                                 \
+    NAME(_shortcut)                                                                                                    \
     NAME(_site_of_unwritten)                                                                                           \
+    NAME(_tail)                                                                                                        \
+    NAME(_used)                                                                                                        \
     NAME(_weak_ref)                                                                                                    \
+    NAME(acquire)                                                                                                      \
     NAME(add_all_computed)                                                                                             \
     NAME(add_computed)                                                                                                 \
+    NAME(counts)                                                                                                       \
     NAME(current)                                                                                                      \
     NAME(data_ptr)                                                                                                     \
     NAME(depth)                                                                                                        \
     NAME(device)                                                                                                       \
     NAME(digests)                                                                                                      \
     NAME(dtype)                                                                                                        \
+    NAME(end)                                                                                                          \
     NAME(execution)                                                                                                    \
+    NAME(firsts)                                                                                                       \
+    NAME(flush)                                                                                                        \
     NAME(flying)                                                                                                       \
     NAME(get_device)                                                                                                   \
     NAME(gradients)                                                                                                    \
@@ -68,6 +86,8 @@
     NAME(kinds)                                                                                                        \
     NAME(layout)                                                                                                       \
     NAME(leaves)                                                                                                       \
+    NAME(lock)                                                                                                         \
+    NAME(mark)                                                                                                         \
     NAME(modules)                                                                                                      \
     NAME(name)                                                                                                         \
     NAME(nbytes)                                                                                                       \
@@ -76,13 +96,16 @@
     NAME(out)                                                                                                          \
     NAME(owners)                                                                                                       \
     NAME(record)                                                                                                       \
+    NAME(release)                                                                                                      \
+    NAME(reserve)                                                                                                      \
     NAME(scalars)                                                                                                      \
     NAME(shape)                                                                                                        \
     NAME(sites)                                                                                                        \
     NAME(stack)                                                                                                        \
+    NAME(start)                                                                                                        \
     NAME(storage_offset)                                                                                               \
     NAME(stride)                                                                                                       \
-    NAME(submit_places)                                                                                                \
+    NAME(tickets)                                                                                                      \
     NAME(untyped_storage)                                                                                              \
     NAME(values)
 
@@ -166,6 +189,8 @@ Py_ssize_t add_event(PyObject *record, PyObject *site, PyObject *kind, PyObject 
                      PyObject *group, PyObject *inputs);
 
 #define LEAF_BYTES (16 * 1024)
+#define DIGEST_BYTES 16
+#define FEW_TENSORS 4 /* as `layout.FEW_TENSORS` */
 
 /* Return what is known of a tensor that is no more than its elements, `is_there` its property of the device where it
  * should lie: an entry of `plain_kinds`; NULL for any other tensor, or with an error set. */
@@ -178,6 +203,10 @@ PyObject *digest_leaves(PyObject *header, const uint8_t *leaves, Py_ssize_t leav
  * PLACE_STRIDED for one that lies otherwise; PLACE_MISSING where its memory is not there; PLACE_ERROR with an error set. */
 enum { PLACE_STRIDED = -1, PLACE_MISSING = -2, PLACE_ERROR = -3 };
 long long find_place(PyObject *tensor, long long num_bytes);
+
+/* Capture a few plain tensors of a device of which the elements lie at `places`, in one launch, as
+ * `DeviceDigester._submit_few`: 1, with a ticket for each, a new reference; 0 where the Python has to; -1 with an error. */
+int submit_few(PyObject *digester, Py_ssize_t count, PyObject *const *kinds, const long long *places, PyObject **tickets);
 
 /* Return a new type, `Memory`. */
 PyObject *make_memory_type(void);
@@ -192,5 +221,6 @@ PyObject *plain_on_device(PyObject *module, PyObject *tensor);
 PyObject *places_of(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 PyObject *receive_leaves(PyObject *module, PyObject *args);
 PyObject *wait_for_number(PyObject *module, PyObject *args);
+PyObject *submit_places(PyObject *module, PyObject *args);
 
 #endif

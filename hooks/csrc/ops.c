@@ -353,30 +353,27 @@ static int add_on_device(PyObject *builder, PyObject *sites, PyObject *tensors, 
                          PyObject *added)
 {
     Py_ssize_t count = PyList_GET_SIZE(tensors);
-    PyObject *kinds = PyList_New(0), *places = PyList_New(0), *device = NULL, *digesters = NULL, *digester = NULL;
-    PyObject *tickets = NULL, *all_owed = NULL, *owed = NULL, *record = NULL, *none = PyBytes_FromStringAndSize(NULL, 0);
-    int found = kinds == NULL || places == NULL || none == NULL ? -1 : 1;
-    long long first_device = 0;
+    if (count > FEW_TENSORS)
+        return 0;
+    PyObject *known[FEW_TENSORS] = {NULL}, *kinds[FEW_TENSORS], *tickets[FEW_TENSORS] = {NULL}, *device = NULL;
+    PyObject *digesters = NULL, *digester = NULL, *all_owed = NULL, *owed = NULL, *record = NULL, *none = NULL;
+    long long places[FEW_TENSORS], first_device = 0;
+    int found = 1;
     for (Py_ssize_t index = 0; found == 1 && index < count; index++) {
-        PyObject *tensor = PyList_GET_ITEM(tensors, index), *known = plain_kind(tensor, name_is_cuda), *place = NULL;
-        if (known == NULL) {
+        PyObject *tensor = PyList_GET_ITEM(tensors, index);
+        if ((known[index] = plain_kind(tensor, name_is_cuda)) == NULL) {
             found = PyErr_Occurred() ? -1 : 0;
             break;
         }
-        PyObject *kind = PyTuple_GET_ITEM(known, 0);
-        long long where = find_place(tensor, PyLong_AsLongLong(PyTuple_GET_ITEM(kind, 2)));
+        kinds[index] = PyTuple_GET_ITEM(known[index], 0);
+        places[index] = find_place(tensor, PyLong_AsLongLong(PyTuple_GET_ITEM(kinds[index], 2)));
         long long device_index = PyErr_Occurred() ? -1 : number_of(tensor, name_get_device);
         if (index == 0)
             first_device = device_index;
         if (PyErr_Occurred())
             found = -1;
-        else if (where <= 0 || device_index != first_device)
+        else if (places[index] <= 0 || device_index != first_device)
             found = 0;
-        else if ((place = PyLong_FromLongLong(where)) == NULL || PyList_Append(kinds, kind) < 0 ||
-                 PyList_Append(places, place) < 0)
-            found = -1;
-        Py_XDECREF(place);
-        Py_DECREF(known);
     }
     if (found != 1)
         goto end;
@@ -384,27 +381,25 @@ static int add_on_device(PyObject *builder, PyObject *sites, PyObject *tensors, 
     if ((device = PyObject_GetAttr(PyList_GET_ITEM(tensors, 0), name_device)) == NULL ||
         (digesters = PyObject_GetAttr(builder, name__digesters)) == NULL ||
         (digester = PyObject_GetItem(digesters, device)) == NULL ||
-        (tickets = PyObject_CallMethodObjArgs(digester, name_submit_places, kinds, places, NULL)) == NULL) {
+        (found = submit_few(digester, count, kinds, places, tickets)) < 0) {
         if (PyErr_ExceptionMatches(digest_error)) { /* a graph is being captured, or the device has failed */
             PyErr_Clear();
             found = 0;
         }
         goto end;
     }
-    if (!PyList_Check(tickets) || PyList_GET_SIZE(tickets) != count) {
-        found = 0;
+    if (found == 0)
         goto end;
-    }
-    if ((record = PyObject_GetAttr(builder, name_record)) == NULL ||
+    found = -1;
+    if ((none = PyBytes_FromStringAndSize(NULL, 0)) == NULL || (record = PyObject_GetAttr(builder, name_record)) == NULL ||
         (all_owed = PyObject_GetAttr(builder, name__owed)) == NULL || (owed = PyObject_GetItem(all_owed, device)) == NULL)
         goto end;
     for (Py_ssize_t index = 0; index < count; index++) {
-        Py_ssize_t at = add_event(record, PyList_GET_ITEM(sites, index), PyList_GET_ITEM(kinds, index), none, none, group,
+        Py_ssize_t at = add_event(record, PyList_GET_ITEM(sites, index), kinds[index], none, none, group,
                                   PyList_GET_ITEM(sources, index));
-        PyObject *event = at < 0 ? NULL : PyLong_FromSsize_t(at), *events = NULL;
-        if (event != NULL && PyObject_SetItem(owed, event, PyList_GET_ITEM(tickets, index)) == 0)
-            events = PyObject_GetItem(alone, event);
-        int failed = events == NULL ? -1 : PyList_Append(added, events);
+        PyObject *event = at < 0 ? NULL : PyLong_FromSsize_t(at);
+        PyObject *events = event == NULL ? NULL : PyObject_GetItem(alone, event);
+        int failed = events == NULL ? -1 : PyObject_SetItem(owed, event, tickets[index]) || PyList_Append(added, events);
         Py_XDECREF(event);
         Py_XDECREF(events);
         if (failed)
@@ -412,16 +407,17 @@ static int add_on_device(PyObject *builder, PyObject *sites, PyObject *tensors, 
     }
     found = 1;
 end:
-    Py_XDECREF(kinds);
-    Py_XDECREF(places);
+    for (Py_ssize_t index = 0; index < count; index++) {
+        Py_XDECREF(known[index]);
+        Py_XDECREF(tickets[index]);
+    }
+    Py_XDECREF(none);
     Py_XDECREF(device);
     Py_XDECREF(digesters);
     Py_XDECREF(digester);
-    Py_XDECREF(tickets);
     Py_XDECREF(record);
     Py_XDECREF(all_owed);
     Py_XDECREF(owed);
-    Py_XDECREF(none);
     return found;
 }
 

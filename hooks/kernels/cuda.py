@@ -40,6 +40,8 @@ class CudaQueue:
         self._streams: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
         self._default = torch.cuda.default_stream(self._index)
         self._sent = torch.cuda.Event()
+        self.questions: tuple[int, Any, Any, Any] = (self._index, _is_capturing, _current_device, _raw_stream)
+        """The device's number, and what `is_capturing`, `is_current` and `stream` ask in the end."""
 
     def is_capturing(self) -> bool:
         """Say whether this thread's current stream is being captured into a CUDA graph."""

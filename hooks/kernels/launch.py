@@ -21,6 +21,7 @@ from bitcheck.digest import LEAF_BYTES, digest_leaves, num_leaves
 from bitcheck.errors import DigestError
 from bitcheck.hooks.kernels.layout import FEW_TENSORS, Runs, Transposed
 from bitcheck.hooks.kernels.row_major import runs_kernel, transpose_kernel
+from bitcheck.hooks.kernels.shortcut import Shortcut, driver_launch, kernel_of
 from bitcheck.hooks.kernels.xxh3 import SECRET_WORDS, hash_few_kernel, hash_one_kernel, hash_table_kernel
 
 BLOCKS_A_LOAD = 16
@@ -88,6 +89,7 @@ class LeafKernels:
             **options,
         )
         table = hash_table_kernel[(1,)](probe.table, probe.num_tensors, out_address, self._secret, **options)
+        self._compiled = one, few
         for make in (launcher, plain_launcher):
             self._make_launcher = make
             try:
@@ -97,6 +99,25 @@ class LeafKernels:
             except (AttributeError, TypeError):  # another Triton, whose inside is another
                 if make is plain_launcher:
                     raise
+
+    def shortcut(
+        self,
+        device: int,
+        is_capturing: Callable[[], bool],
+        current_device: Callable[[], int],
+        current_stream: Callable[[int], int],
+    ) -> Shortcut | None:
+        """Return how the compiled half may launch the kernels of a few tensors, None where it cannot."""
+        launch = driver_launch()
+        try:
+            kernels = kernel_of(self._compiled[0]), kernel_of(self._compiled[1])
+        except AttributeError:  # another Triton, whose inside is another
+            return None
+        one, few = kernels
+        if launch is None or one is None or few is None:
+            return None
+        secret = self._secret.data_ptr()
+        return Shortcut(launch, one, few, secret, device, is_capturing, current_device, current_stream)
 
     def hash_one(self, address: int, num_bytes: int, out_address: int, stream: int) -> None:
         """Write the leaf digests, [L, 16], of the `num_bytes` (> 0) at `address` to `out_address`."""

@@ -1,0 +1,62 @@
+"""How the compiled half launches a kernel: by CUDA's own driver, past Triton's launch and the interpreter's lock.
+
+Triton's launch lets go of the interpreter's lock, and gets it back when the thread that writes is done with it: beside
+one that does, a launch takes as long as that thread likes. Through the driver it takes what the driver takes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+_WARP_THREADS = 32
+
+
+class Kernel(NamedTuple):
+    """A compiled kernel, as the driver is asked to launch it."""
+
+    function: int
+    """Its handle, a CUfunction."""
+    num_threads: int
+    """Of one program."""
+    shared_bytes: int
+    """Of memory that a program has for itself."""
+
+
+class Shortcut(NamedTuple):
+    """What `csrc/submit.c` launches with, and whom it asks."""
+
+    launch: int
+    """The address of cuLaunchKernel."""
+    one: Kernel
+    few: Kernel
+    secret: int
+    """The address of SECRET_WORDS on the device."""
+    device: int
+    is_capturing: Callable[[], bool]
+    current_device: Callable[[], int]
+    current_stream: Callable[[int], int]
+
+
+def driver_launch() -> int | None:
+    """Return the address of the CUDA driver's cuLaunchKernel in this process, None where there is none."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        return ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None
+
+
+def kernel_of(compiled: Any) -> Kernel | None:
+    """Return how to launch what Triton compiled, None where it takes more than its arguments and its programs."""
+    compiled._init_handles()
+    run, metadata = compiled.run, compiled.metadata
+    if run.global_scratch_size or run.profile_scratch_size or run.launch_cooperative_grid or run.launch_pdl:
+        return None
+    if metadata.num_ctas != 1 or not isinstance(compiled.function, int):
+        return None
+    return Kernel(compiled.function, metadata.num_warps * _WARP_THREADS, metadata.shared)
