@@ -10,6 +10,7 @@ from bitcheck.hooks.device_digest import DeviceDigester
 from bitcheck.hooks.fresh import Shadow
 from bitcheck.hooks.op_schema import OpFacts
 from bitcheck.hooks.ops import Opened, OpHooks
+from bitcheck.hooks.steps import StepBuilder
 
 INTERFACE: int
 
@@ -38,6 +39,11 @@ def digest_plain(tensor: torch.Tensor) -> tuple[Kind, bytes, bytes] | None:
 
 def add_plain(record: StepColumns, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]) -> int | None:
     """As `steps.add_plain_portably`."""
+
+def add_tensor(
+    builder: StepBuilder, site: Site, tensor: torch.Tensor, group: int, inputs: tuple[int, ...]
+) -> tuple[int] | None:
+    """As `StepBuilder.add_tensor` for a plain tensor, where nothing but the tensor counts; None where it is not so."""
 
 def plain_on_device(tensor: torch.Tensor) -> Kind | None:
     """As `tensors.plain_on_device_portably`."""

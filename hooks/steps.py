@@ -262,6 +262,10 @@ class StepBuilder:
 
         Without `add_writers`, `inputs` are all that it was computed from, also at level `op`.
         """
+        if native is not None:
+            inputs = tuple(inputs)
+            if (at_hand := native.add_tensor(self, site, tensor, group, inputs)) is not None:
+                return at_hand
         if self.in_part and self.is_kept:
             inputs = tuple(inputs)
             if (added := self._heed_chance(site, tensor, group, inputs, add_writers)) is not None:

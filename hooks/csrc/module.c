@@ -89,6 +89,8 @@ static PyMethodDef methods[] = {
     {"xxh3_128", hash_bytes, METH_O, "Return XXH3-128, seed 0, of 17 bytes or more, as 16 canonical bytes."},
     {"digest_plain", digest_plain, METH_O, "As `tensors.digest_plain_portably`."},
     {"add_plain", FAST(add_plain), "As `steps.add_plain_portably`."},
+    {"add_tensor", FAST(add_tensor),
+     "As `StepBuilder.add_tensor` for a plain tensor, where nothing but the tensor counts; None where it is not so."},
     {"plain_on_device", plain_on_device, METH_O, "As `tensors.plain_on_device_portably`."},
     {"places_of", FAST(places_of), "As `layout.places_of_portably`; None where a tensor's memory is not there."},
     {"receive_leaves", receive_leaves, METH_VARARGS,

@@ -49,6 +49,7 @@
     NAME(_site_of_unwritten)                                                                                           \
     NAME(_tail)                                                                                                        \
     NAME(_used)                                                                                                        \
+    NAME(_values)                                                                                                      \
     NAME(_weak_ref)                                                                                                    \
     NAME(acquire)                                                                                                      \
     NAME(add_all_computed)                                                                                             \
@@ -107,7 +108,8 @@
     NAME(stride)                                                                                                       \
     NAME(tickets)                                                                                                      \
     NAME(untyped_storage)                                                                                              \
-    NAME(values)
+    NAME(values)                                                                                                       \
+    NAME(writers)
 
 /* Objects that `configure` is given, by name: first those that a tensor's digest takes. */
 #define NEEDS(NEED)                                                                                                    \
@@ -208,6 +210,15 @@ long long find_place(PyObject *tensor, long long num_bytes);
  * `DeviceDigester._submit_few`: 1, with a ticket for each, a new reference; 0 where the Python has to; -1 with an error. */
 int submit_few(PyObject *digester, Py_ssize_t count, PyObject *const *kinds, const long long *places, PyObject **tickets);
 
+/* Return the sites of what is recorded next at a place of the program, as `StepBuilder.next_sites`. */
+PyObject *next_sites(PyObject *builder, PyObject *phase, PyObject *root, PyObject *path, PyObject *slot, PyObject *is_eval);
+
+/* Add an event for each of up to FEW_TENSORS tensors of one device, as `StepBuilder._add_on_device`: 1, with the events of
+ * each, new references; 0 where the Python has to, since they are many, strided or not plain, or their digester is another;
+ * -1 with an error set. */
+int add_on_device(PyObject *builder, Py_ssize_t count, PyObject *const *sites, PyObject *const *tensors, PyObject *group,
+                  PyObject *const *sources, PyObject **added);
+
 /* Return a new type, `Memory`. */
 PyObject *make_memory_type(void);
 
@@ -222,5 +233,6 @@ PyObject *places_of(PyObject *module, PyObject *const *args, Py_ssize_t num_args
 PyObject *receive_leaves(PyObject *module, PyObject *args);
 PyObject *wait_for_number(PyObject *module, PyObject *args);
 PyObject *submit_places(PyObject *module, PyObject *args);
+PyObject *add_tensor(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 
 #endif

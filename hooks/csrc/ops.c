@@ -346,81 +346,6 @@ static PyObject *storage_of(PyObject *tensor)
     return number;
 }
 
-/* Add an event for each of some tensors of one device, as `StepBuilder._add_on_device`: 1, with the events of each in
- * `added`; 0 where the Python has to, since they are many, strided or not plain, or their digester is another; -1 with an
- * error set. */
-static int add_on_device(PyObject *builder, PyObject *sites, PyObject *tensors, PyObject *group, PyObject *sources,
-                         PyObject *added)
-{
-    Py_ssize_t count = PyList_GET_SIZE(tensors);
-    if (count > FEW_TENSORS)
-        return 0;
-    PyObject *known[FEW_TENSORS] = {NULL}, *kinds[FEW_TENSORS], *tickets[FEW_TENSORS] = {NULL}, *device = NULL;
-    PyObject *digesters = NULL, *digester = NULL, *all_owed = NULL, *owed = NULL, *record = NULL, *none = NULL;
-    long long places[FEW_TENSORS], first_device = 0;
-    int found = 1;
-    for (Py_ssize_t index = 0; found == 1 && index < count; index++) {
-        PyObject *tensor = PyList_GET_ITEM(tensors, index);
-        if ((known[index] = plain_kind(tensor, name_is_cuda)) == NULL) {
-            found = PyErr_Occurred() ? -1 : 0;
-            break;
-        }
-        kinds[index] = PyTuple_GET_ITEM(known[index], 0);
-        places[index] = find_place(tensor, PyLong_AsLongLong(PyTuple_GET_ITEM(kinds[index], 2)));
-        long long device_index = PyErr_Occurred() ? -1 : number_of(tensor, name_get_device);
-        if (index == 0)
-            first_device = device_index;
-        if (PyErr_Occurred())
-            found = -1;
-        else if (places[index] <= 0 || device_index != first_device)
-            found = 0;
-    }
-    if (found != 1)
-        goto end;
-    found = -1;
-    if ((device = PyObject_GetAttr(PyList_GET_ITEM(tensors, 0), name_device)) == NULL ||
-        (digesters = PyObject_GetAttr(builder, name__digesters)) == NULL ||
-        (digester = PyObject_GetItem(digesters, device)) == NULL ||
-        (found = submit_few(digester, count, kinds, places, tickets)) < 0) {
-        if (PyErr_ExceptionMatches(digest_error)) { /* a graph is being captured, or the device has failed */
-            PyErr_Clear();
-            found = 0;
-        }
-        goto end;
-    }
-    if (found == 0)
-        goto end;
-    found = -1;
-    if ((none = PyBytes_FromStringAndSize(NULL, 0)) == NULL || (record = PyObject_GetAttr(builder, name_record)) == NULL ||
-        (all_owed = PyObject_GetAttr(builder, name__owed)) == NULL || (owed = PyObject_GetItem(all_owed, device)) == NULL)
-        goto end;
-    for (Py_ssize_t index = 0; index < count; index++) {
-        Py_ssize_t at = add_event(record, PyList_GET_ITEM(sites, index), kinds[index], none, none, group,
-                                  PyList_GET_ITEM(sources, index));
-        PyObject *event = at < 0 ? NULL : PyLong_FromSsize_t(at);
-        PyObject *events = event == NULL ? NULL : PyObject_GetItem(alone, event);
-        int failed = events == NULL ? -1 : PyObject_SetItem(owed, event, tickets[index]) || PyList_Append(added, events);
-        Py_XDECREF(event);
-        Py_XDECREF(events);
-        if (failed)
-            goto end;
-    }
-    found = 1;
-end:
-    for (Py_ssize_t index = 0; index < count; index++) {
-        Py_XDECREF(known[index]);
-        Py_XDECREF(tickets[index]);
-    }
-    Py_XDECREF(none);
-    Py_XDECREF(device);
-    Py_XDECREF(digesters);
-    Py_XDECREF(digester);
-    Py_XDECREF(record);
-    Py_XDECREF(all_owed);
-    Py_XDECREF(owed);
-    return found;
-}
-
 /* Add an event for each tensor, as `StepBuilder.add_all_computed`; return a list of the events of each. */
 static PyObject *add_computed(PyObject *builder, PyObject *sites, PyObject *tensors, PyObject *group, PyObject *sources)
 {
@@ -433,14 +358,22 @@ static PyObject *add_computed(PyObject *builder, PyObject *sites, PyObject *tens
     if (is_elsewhere < 0)
         return NULL;
     if (is_on_device) {
-        if ((added = PyList_New(0)) == NULL)
-            return NULL;
-        int is_done = add_on_device(builder, sites, tensors, group, sources, added);
-        if (is_done == 1)
-            return added;
-        Py_CLEAR(added);
-        if (is_done < 0)
-            return NULL;
+        if (count <= FEW_TENSORS) {
+            PyObject *events[FEW_TENSORS];
+            int is_done = add_on_device(builder, count, PySequence_Fast_ITEMS(sites), PySequence_Fast_ITEMS(tensors), group,
+                                        PySequence_Fast_ITEMS(sources), events);
+            if (is_done < 0)
+                return NULL;
+            if (is_done == 1) {
+                if ((added = PyList_New(count)) == NULL)
+                    while (count-- > 0)
+                        Py_DECREF(events[count]);
+                else
+                    for (Py_ssize_t index = 0; index < count; index++)
+                        PyList_SET_ITEM(added, index, events[index]);
+                return added;
+            }
+        }
     }
     if (is_elsewhere) { /* on a device, or a collective may be writing one */
         added = PyObject_CallMethodObjArgs(builder, name_add_all_computed, sites, tensors, group, sources, NULL);
@@ -736,47 +669,6 @@ end:
     return where;
 }
 
-/* Return the sites of an operation that runs at `where`, as `StepBuilder.next_sites`. */
-static PyObject *next_sites(PyObject *builder, PyObject *facts, PyObject *where)
-{
-    PyObject *known = PyObject_GetAttr(builder, name__known), *places = NULL, *key = NULL, *place = NULL;
-    PyObject *counts = NULL, *now = NULL, *executions = NULL, *sites = NULL;
-    if (known == NULL || (places = PyObject_GetAttr(known, name__places)) == NULL)
-        goto end;
-    key = PyTuple_Pack(5, PyTuple_GET_ITEM(where, WHERE_PHASE), PyTuple_GET_ITEM(where, WHERE_ROOT),
-                       PyTuple_GET_ITEM(where, WHERE_PATH), PyTuple_GET_ITEM(facts, FACTS_NAME),
-                       PyTuple_GET_ITEM(where, WHERE_IS_EVAL));
-    if (key == NULL || (place = PyObject_GetItem(places, key)) == NULL ||
-        (counts = PyObject_GetAttr(builder, name__counts)) == NULL)
-        goto end;
-    if (!PyDict_Check(counts)) {
-        PyErr_SetString(PyExc_TypeError, "a step counts in a dictionary");
-        goto end;
-    }
-    PyObject *before = PyDict_GetItemWithError(counts, place);
-    Py_ssize_t number = before != NULL ? PyLong_AsSsize_t(before) : 0;
-    if (PyErr_Occurred() || (now = PyLong_FromSsize_t(number + 1)) == NULL || PyDict_SetItem(counts, place, now) < 0 ||
-        (executions = PyObject_GetAttr(place, name__executions)) == NULL)
-        goto end;
-    if (PyList_Check(executions) && number >= 0 && number < PyList_GET_SIZE(executions))
-        sites = Py_NewRef(PyList_GET_ITEM(executions, number));
-    else {
-        PyObject *own = PyLong_FromSsize_t(number);
-        if (own != NULL)
-            sites = PyObject_CallMethodOneArg(place, name_execution, own);
-        Py_XDECREF(own);
-    }
-end:
-    Py_XDECREF(known);
-    Py_XDECREF(places);
-    Py_XDECREF(key);
-    Py_XDECREF(place);
-    Py_XDECREF(counts);
-    Py_XDECREF(now);
-    Py_XDECREF(executions);
-    return sites;
-}
-
 /* Open the group of an operation, as `StepBuilder.open_group(sites.group("op", ...))`; return its number. */
 static PyObject *open_group(PyObject *builder, PyObject *sites, PyObject *facts, PyObject *where)
 {
@@ -936,7 +828,9 @@ static PyObject *open_operation(PyObject *hooks, PyObject *facts, PyObject *args
         opened = Py_NewRef(Py_None);
     if (is_kept != 1 || sorted == 2)
         goto end;
-    sites = next_sites(builder, facts, where);
+    sites = next_sites(builder, PyTuple_GET_ITEM(where, WHERE_PHASE), PyTuple_GET_ITEM(where, WHERE_ROOT),
+                       PyTuple_GET_ITEM(where, WHERE_PATH), PyTuple_GET_ITEM(facts, FACTS_NAME),
+                       PyTuple_GET_ITEM(where, WHERE_IS_EVAL));
     if (sites == NULL || (group = open_group(builder, sites, facts, where)) == NULL || (inputs = PyList_New(0)) == NULL)
         goto end;
     if (read_arguments(hooks, where, facts, sites, group, tensors, inputs, written, storages) < 0)

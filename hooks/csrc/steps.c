@@ -1,0 +1,179 @@
+/* Tensors to events of a step, as `steps.StepBuilder` has them. */
+#include "native.h"
+
+#define MAX_KNOWN 131072 /* as `sites._MAX_KNOWN` and `_MAX_MEMBERS` */
+#define MAX_MEMBERS 64
+
+PyObject *next_sites(PyObject *builder, PyObject *phase, PyObject *root, PyObject *path, PyObject *slot, PyObject *is_eval)
+{
+    PyObject *known = PyObject_GetAttr(builder, name__known), *places = NULL, *key = NULL, *place = NULL;
+    PyObject *counts = NULL, *now = NULL, *executions = NULL, *sites = NULL;
+    if (known == NULL || (places = PyObject_GetAttr(known, name__places)) == NULL)
+        goto end;
+    if ((key = PyTuple_Pack(5, phase, root, path, slot, is_eval)) == NULL ||
+        (place = PyObject_GetItem(places, key)) == NULL || (counts = PyObject_GetAttr(builder, name__counts)) == NULL)
+        goto end;
+    if (!PyDict_Check(counts)) {
+        PyErr_SetString(PyExc_TypeError, "a step counts in a dictionary");
+        goto end;
+    }
+    PyObject *before = PyDict_GetItemWithError(counts, place);
+    Py_ssize_t number = before != NULL ? PyLong_AsSsize_t(before) : 0;
+    if (PyErr_Occurred() || (now = PyLong_FromSsize_t(number + 1)) == NULL || PyDict_SetItem(counts, place, now) < 0 ||
+        (executions = PyObject_GetAttr(place, name__executions)) == NULL)
+        goto end;
+    if (PyList_Check(executions) && number >= 0 && number < PyList_GET_SIZE(executions))
+        sites = Py_NewRef(PyList_GET_ITEM(executions, number));
+    else {
+        PyObject *own = PyLong_FromSsize_t(number);
+        if (own != NULL)
+            sites = PyObject_CallMethodOneArg(place, name_execution, own);
+        Py_XDECREF(own);
+    }
+end:
+    Py_XDECREF(known);
+    Py_XDECREF(places);
+    Py_XDECREF(key);
+    Py_XDECREF(place);
+    Py_XDECREF(counts);
+    Py_XDECREF(now);
+    Py_XDECREF(executions);
+    return sites;
+}
+
+/* Return the tuple that stood for an equal one before, as `Known.same`. */
+static PyObject *same(PyObject *builder, PyObject *value)
+{
+    if (PyTuple_GET_SIZE(value) > MAX_MEMBERS)
+        return Py_NewRef(value);
+    PyObject *known = PyObject_GetAttr(builder, name__known);
+    PyObject *values = known != NULL ? PyObject_GetAttr(known, name__values) : NULL, *found = NULL;
+    Py_XDECREF(known);
+    if (values != NULL && !PyDict_Check(values))
+        PyErr_SetString(PyExc_TypeError, "tuples are known in a dictionary");
+    else if (values != NULL) {
+        if (PyDict_GET_SIZE(values) >= MAX_KNOWN)
+            PyDict_Clear(values);
+        found = Py_XNewRef(PyDict_SetDefault(values, value, value));
+    }
+    Py_XDECREF(values);
+    return found;
+}
+
+int add_on_device(PyObject *builder, Py_ssize_t count, PyObject *const *sites, PyObject *const *tensors, PyObject *group,
+                  PyObject *const *sources, PyObject **added)
+{
+    PyObject *known[FEW_TENSORS] = {NULL}, *kinds[FEW_TENSORS], *tickets[FEW_TENSORS] = {NULL}, *device = NULL;
+    PyObject *digesters = NULL, *digester = NULL, *all_owed = NULL, *owed = NULL, *record = NULL, *none = NULL;
+    long long places[FEW_TENSORS], first_device = 0;
+    Py_ssize_t num_added = 0;
+    int found = 1;
+    for (Py_ssize_t index = 0; found == 1 && index < count; index++) {
+        if ((known[index] = plain_kind(tensors[index], name_is_cuda)) == NULL) {
+            found = PyErr_Occurred() ? -1 : 0;
+            break;
+        }
+        kinds[index] = PyTuple_GET_ITEM(known[index], 0);
+        places[index] = find_place(tensors[index], PyLong_AsLongLong(PyTuple_GET_ITEM(kinds[index], 2)));
+        long long device_index = PyErr_Occurred() ? -1 : number_of(tensors[index], name_get_device);
+        if (index == 0)
+            first_device = device_index;
+        if (PyErr_Occurred())
+            found = -1;
+        else if (places[index] <= 0 || device_index != first_device)
+            found = 0;
+    }
+    if (found != 1)
+        goto end;
+    found = -1;
+    if ((device = PyObject_GetAttr(tensors[0], name_device)) == NULL ||
+        (digesters = PyObject_GetAttr(builder, name__digesters)) == NULL ||
+        (digester = PyObject_GetItem(digesters, device)) == NULL ||
+        (found = submit_few(digester, count, kinds, places, tickets)) < 0) {
+        if (PyErr_ExceptionMatches(digest_error)) { /* a graph is being captured, or the device has failed */
+            PyErr_Clear();
+            found = 0;
+        }
+        goto end;
+    }
+    if (found == 0)
+        goto end;
+    found = -1;
+    if ((none = PyBytes_FromStringAndSize(NULL, 0)) == NULL || (record = PyObject_GetAttr(builder, name_record)) == NULL ||
+        (all_owed = PyObject_GetAttr(builder, name__owed)) == NULL || (owed = PyObject_GetItem(all_owed, device)) == NULL)
+        goto end;
+    for (; num_added < count; num_added++) {
+        Py_ssize_t at = add_event(record, sites[num_added], kinds[num_added], none, none, group, sources[num_added]);
+        PyObject *event = at < 0 ? NULL : PyLong_FromSsize_t(at);
+        if (event != NULL && PyObject_SetItem(owed, event, tickets[num_added]) < 0)
+            Py_CLEAR(event);
+        added[num_added] = event != NULL ? PyObject_GetItem(alone, event) : NULL;
+        Py_XDECREF(event);
+        if (added[num_added] == NULL)
+            goto end;
+    }
+    found = 1;
+end:
+    while (found != 1 && num_added > 0)
+        Py_DECREF(added[--num_added]);
+    for (Py_ssize_t index = 0; index < count; index++) {
+        Py_XDECREF(known[index]);
+        Py_XDECREF(tickets[index]);
+    }
+    Py_XDECREF(none);
+    Py_XDECREF(device);
+    Py_XDECREF(digesters);
+    Py_XDECREF(digester);
+    Py_XDECREF(record);
+    Py_XDECREF(all_owed);
+    Py_XDECREF(owed);
+    return found;
+}
+
+/* Whether nothing has to be known of a tensor but what it is: the step is kept, no collective is still writing, nobody
+ * notes who wrote which memory. -1 with an error set. */
+static int is_at_hand(PyObject *builder)
+{
+    PyObject *writers = PyObject_GetAttr(builder, name_writers);
+    int is_so = writers == NULL ? -1 : writers == Py_None;
+    Py_XDECREF(writers);
+    if (is_so == 1)
+        is_so = has(builder, name_is_kept);
+    if (is_so == 1) {
+        int is_flying = has(builder, name_flying);
+        is_so = is_flying < 0 ? -1 : !is_flying;
+    }
+    return is_so;
+}
+
+PyObject *add_tensor(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 5 || !PyTuple_Check(args[4])) {
+        PyErr_SetString(PyExc_TypeError, "add_tensor takes a step, a site, a tensor, a group and inputs");
+        return NULL;
+    }
+    if (!is_configured(0, NUM_NEEDS))
+        return NULL;
+    PyObject *builder = args[0], *site = args[1], *tensor = args[2], *group = args[3], *added = NULL;
+    int is_so = is_at_hand(builder), is_on_device = is_so == 1 && is_tensor(tensor) ? has(tensor, name_is_cuda) : 0;
+    if (is_so < 0 || is_on_device < 0)
+        return NULL;
+    if (is_so == 0)
+        return Py_NewRef(Py_None);
+    PyObject *inputs = same(builder, args[4]);
+    if (inputs == NULL)
+        return NULL;
+    if (is_on_device) {
+        int found = add_on_device(builder, 1, &site, &tensor, group, &inputs, &added);
+        if (found == 0)
+            added = Py_NewRef(Py_None);
+    } else {
+        PyObject *record = PyObject_GetAttr(builder, name_record), *own[] = {record, site, tensor, group, inputs};
+        PyObject *event = record != NULL ? add_plain(NULL, own, 5) : NULL;
+        added = event == NULL || event == Py_None ? Py_XNewRef(event) : PyObject_GetItem(alone, event);
+        Py_XDECREF(event);
+        Py_XDECREF(record);
+    }
+    Py_DECREF(inputs);
+    return added;
+}
