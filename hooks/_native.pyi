@@ -8,6 +8,7 @@ import torch
 from bitcheck.events import Kind, Site, StepColumns
 from bitcheck.hooks.device_digest import DeviceDigester
 from bitcheck.hooks.fresh import Shadow
+from bitcheck.hooks.gradients import GradientHooks, Tracked, _Outputs
 from bitcheck.hooks.op_schema import OpFacts
 from bitcheck.hooks.ops import Opened, OpHooks
 from bitcheck.hooks.steps import StepBuilder
@@ -70,6 +71,12 @@ def wait_for_number(address: int, number: int, modulus: int, pause_s: float, tim
 
 def submit_places(digester: DeviceDigester, kinds: list[Kind], places: list[int]) -> list[int] | None:
     """As `DeviceDigester._submit_few` for tensors that are there and contiguous; None where the Python has to."""
+
+def record_node(outputs: _Outputs, gradients: tuple[torch.Tensor | None, ...]) -> None:
+    """As `_Outputs.__call__`, which hands itself over."""
+
+def record_accumulated(hooks: GradientHooks, tracked: Tracked, parameter: torch.Tensor) -> None:
+    """As `GradientHooks._accumulated`."""
 
 def run_operation(hooks: OpHooks, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """As `OpHooks._run`."""

@@ -32,6 +32,7 @@ from torch.autograd.graph import Node
 from bitcheck.events import Level, Phase
 from bitcheck.hooks.dynamo import paused, skip_frame
 from bitcheck.hooks.modules import in_backward
+from bitcheck.hooks.native import native
 from bitcheck.hooks.steps import Call, StepBuilder
 
 if TYPE_CHECKING:
@@ -144,13 +145,20 @@ class _Outputs:
         first = (self._index, self._first)
         return [first] if self._others is None else [first, *self._others.items()]
 
+    @skip_frame
+    def __call__(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        _record_node(self, gradients)
+
     @paused
-    def __call__(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def record(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """Record what reaches the node."""
         for index, tracked in self.items():
             gradient = gradients[index] if index < len(gradients) else None
             if gradient is not None:
                 self._hooks.record(tracked, gradient)
 
+
+_record_node = _Outputs.record if native is None else native.record_node
 
 _Arrival = tuple[int, Node, tuple[int, ...], tuple[str, ...]]
 """What comes along an edge: to which output of a node, from which node; the recorded gradients that reached that one
@@ -391,7 +399,8 @@ class GradientHooks:
         if name is None:
             return None
         tracked = Tracked(None, "grad", False, self._trace)
-        handle = variable.register_post_accumulate_grad_hook(functools.partial(self._accumulated, tracked))
+        hook = functools.partial(_record_accumulated, self, tracked)
+        handle = variable.register_post_accumulate_grad_hook(hook)
         self._parameters[id(variable)] = (weakref.ref(variable), tracked, handle)
         return tracked
 
@@ -467,6 +476,9 @@ class GradientHooks:
             root, path = (owner.root, owner.path) if owner is not None else ("", "")
             group = groups[key] = builder.add_group("backward", root, path, tracked.op)
         return group
+
+
+_record_accumulated = GradientHooks._accumulated if native is None else native.record_accumulated
 
 
 def _key_of(node: Node) -> int:
@@ -581,3 +593,7 @@ def _kept(value: Any) -> Any:
 def _as_list(value: Any) -> list[torch.Tensor]:
     values = list(value) if isinstance(value, (tuple, list)) and not hasattr(value, "node") else [value]
     return [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
+
+
+if native is not None:
+    native.configure(backward_phase=Phase.BACKWARD, blame=_blame)

@@ -100,6 +100,8 @@ static PyMethodDef methods[] = {
     {"submit_places", submit_places, METH_VARARGS,
      "As `DeviceDigester._submit_few` for tensors of which the elements lie at places on the device; None where the\n"
      "Python has to."},
+    {"record_node", FAST(record_node), "As `_Outputs.__call__`, which hands itself over."},
+    {"record_accumulated", FAST(record_accumulated), "As `GradientHooks._accumulated`."},
     {"run_operation", FAST(run_operation), "As `OpHooks._run`."},
     {"begin_operation", FAST(begin_operation), "As `OpHooks._begin`."},
     {"end_operation", FAST(end_operation), "As `OpHooks._end`."},

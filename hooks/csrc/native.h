@@ -20,10 +20,13 @@
     NAME(_executions)                                                                                                  \
     NAME(_facts)                                                                                                       \
     NAME(_filling)                                                                                                     \
+    NAME(_first)                                                                                                       \
     NAME(_flight_leaves)                                                                                               \
     NAME(_flights)                                                                                                     \
     NAME(_group)                                                                                                       \
     NAME(_head)                                                                                                        \
+    NAME(_hooks)                                                                                                       \
+    NAME(_index)                                                                                                       \
     NAME(_kinds)                                                                                                       \
     NAME(_known)                                                                                                       \
     NAME(_last)                                                                                                        \
@@ -37,6 +40,7 @@
     NAME(_node)                                                                                                        \
     NAME(_num_modules)                                                                                                 \
     NAME(_num_tickets)                                                                                                 \
+    NAME(_others)                                                                                                      \
     NAME(_owed)                                                                                                        \
     NAME(_places)                                                                                                      \
     NAME(_record_scalars)                                                                                              \
@@ -47,13 +51,20 @@
     NAME(_sequence_nr)                                                                                                 \
     NAME(_shortcut)                                                                                                    \
     NAME(_site_of_unwritten)                                                                                           \
+    NAME(_sources)                                                                                                     \
     NAME(_tail)                                                                                                        \
+    NAME(_trace)                                                                                                       \
     NAME(_used)                                                                                                        \
     NAME(_values)                                                                                                      \
     NAME(_weak_ref)                                                                                                    \
     NAME(acquire)                                                                                                      \
     NAME(add_all_computed)                                                                                             \
     NAME(add_computed)                                                                                                 \
+    NAME(add_tensor)                                                                                                   \
+    NAME(builder)                                                                                                      \
+    NAME(calls)                                                                                                        \
+    NAME(children)                                                                                                     \
+    NAME(consumers)                                                                                                    \
     NAME(counts)                                                                                                       \
     NAME(current)                                                                                                      \
     NAME(data_ptr)                                                                                                     \
@@ -62,11 +73,16 @@
     NAME(digests)                                                                                                      \
     NAME(dtype)                                                                                                        \
     NAME(end)                                                                                                          \
+    NAME(events)                                                                                                       \
     NAME(execution)                                                                                                    \
+    NAME(first)                                                                                                        \
     NAME(firsts)                                                                                                       \
     NAME(flush)                                                                                                        \
     NAME(flying)                                                                                                       \
+    NAME(gathered)                                                                                                     \
     NAME(get_device)                                                                                                   \
+    NAME(grad)                                                                                                         \
+    NAME(grad_)                                                                                                        \
     NAME(gradients)                                                                                                    \
     NAME(group)                                                                                                        \
     NAME(group_of)                                                                                                     \
@@ -78,35 +94,51 @@
     NAME(is_contiguous)                                                                                                \
     NAME(is_cpu)                                                                                                       \
     NAME(is_cuda)                                                                                                      \
+    NAME(is_eval)                                                                                                      \
     NAME(is_fresh)                                                                                                     \
     NAME(is_kept)                                                                                                      \
     NAME(is_meta)                                                                                                      \
     NAME(is_neg)                                                                                                       \
     NAME(is_nested)                                                                                                    \
+    NAME(items)                                                                                                        \
     NAME(itemsize)                                                                                                     \
     NAME(kinds)                                                                                                        \
     NAME(layout)                                                                                                       \
     NAME(leaves)                                                                                                       \
     NAME(lock)                                                                                                         \
+    NAME(losses)                                                                                                       \
     NAME(mark)                                                                                                         \
     NAME(modules)                                                                                                      \
     NAME(name)                                                                                                         \
     NAME(nbytes)                                                                                                       \
     NAME(note_write)                                                                                                   \
+    NAME(number)                                                                                                       \
     NAME(op)                                                                                                           \
     NAME(out)                                                                                                          \
+    NAME(outputs)                                                                                                      \
     NAME(owners)                                                                                                       \
+    NAME(parameter_name)                                                                                               \
+    NAME(path)                                                                                                         \
+    NAME(received)                                                                                                     \
+    NAME(recomputed)                                                                                                   \
     NAME(record)                                                                                                       \
     NAME(release)                                                                                                      \
     NAME(reserve)                                                                                                      \
+    NAME(root)                                                                                                         \
     NAME(scalars)                                                                                                      \
     NAME(shape)                                                                                                        \
     NAME(sites)                                                                                                        \
+    NAME(slot)                                                                                                         \
+    NAME(sources)                                                                                                      \
     NAME(stack)                                                                                                        \
     NAME(start)                                                                                                        \
+    NAME(step)                                                                                                         \
     NAME(storage_offset)                                                                                               \
     NAME(stride)                                                                                                       \
     NAME(tickets)                                                                                                      \
+    NAME(top)                                                                                                          \
+    NAME(trace)                                                                                                        \
+    NAME(tracked)                                                                                                      \
     NAME(untyped_storage)                                                                                              \
     NAME(values)                                                                                                       \
     NAME(writers)
@@ -123,6 +155,8 @@
     NEED(free_weak_ref)                                                                                                \
     NEED(alone)                                                                                                        \
     NEED(attribute_types)                                                                                              \
+    NEED(backward_phase)                                                                                               \
+    NEED(blame)                                                                                                        \
     NEED(current_node)                                                                                                 \
     NEED(graph_task)                                                                                                   \
     NEED(is_distributed)                                                                                               \
@@ -219,6 +253,24 @@ PyObject *next_sites(PyObject *builder, PyObject *phase, PyObject *root, PyObjec
 int add_on_device(PyObject *builder, Py_ssize_t count, PyObject *const *sites, PyObject *const *tensors, PyObject *group,
                   PyObject *const *sources, PyObject **added);
 
+/* Return the tuple that stood for an equal one before, as `Known.same`. */
+PyObject *same(PyObject *builder, PyObject *value);
+
+/* Record a tensor as it is now, as `StepBuilder.add_tensor`; return its events, a tuple. `inputs` is one. */
+PyObject *add_events(PyObject *builder, PyObject *site, PyObject *tensor, PyObject *group, PyObject *inputs);
+
+/* What is turned off for as long as the recorder works, as `dynamo.paused` does. */
+typedef struct {
+    PyObject *dynamo, *function; /* what was there before */
+} Pause;
+
+/* Turn off what would see the recorder's own work; -1 with an error set, and nothing turned off. */
+int begin_pause(Pause *pause);
+
+/* Put everything back, with or without an error set; one that is set is told first. Returns `result`, which is given away,
+ * or None where an error ended here. */
+PyObject *end_pause(Pause *pause, PyObject *result);
+
 /* Return a new type, `Memory`. */
 PyObject *make_memory_type(void);
 
@@ -234,5 +286,7 @@ PyObject *receive_leaves(PyObject *module, PyObject *args);
 PyObject *wait_for_number(PyObject *module, PyObject *args);
 PyObject *submit_places(PyObject *module, PyObject *args);
 PyObject *add_tensor(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
+PyObject *record_node(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
+PyObject *record_accumulated(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 
 #endif

@@ -41,8 +41,7 @@ end:
     return sites;
 }
 
-/* Return the tuple that stood for an equal one before, as `Known.same`. */
-static PyObject *same(PyObject *builder, PyObject *value)
+PyObject *same(PyObject *builder, PyObject *value)
 {
     if (PyTuple_GET_SIZE(value) > MAX_MEMBERS)
         return Py_NewRef(value);
@@ -130,20 +129,81 @@ end:
     return found;
 }
 
-/* Whether nothing has to be known of a tensor but what it is: the step is kept, no collective is still writing, nobody
- * notes who wrote which memory. -1 with an error set. */
+/* Whether a tensor may be recorded as it is: the step is kept, no collective is still writing one, and no memory is known
+ * to hold what it held by chance. -1 with an error set. */
 static int is_at_hand(PyObject *builder)
 {
-    PyObject *writers = PyObject_GetAttr(builder, name_writers);
-    int is_so = writers == NULL ? -1 : writers == Py_None;
-    Py_XDECREF(writers);
-    if (is_so == 1)
-        is_so = has(builder, name_is_kept);
-    if (is_so == 1) {
-        int is_flying = has(builder, name_flying);
-        is_so = is_flying < 0 ? -1 : !is_flying;
+    int is_kept = has(builder, name_is_kept), is_otherwise = is_kept == 1 ? has(builder, name_flying) : 0;
+    if (is_kept == 1 && is_otherwise == 0)
+        is_otherwise = has(builder, name_in_part);
+    return is_kept < 0 || is_otherwise < 0 ? -1 : is_kept && !is_otherwise;
+}
+
+/* Return what a tensor was computed from, those included that last wrote its memory, as `StepBuilder._with_writers`. */
+static PyObject *with_writers(PyObject *builder, PyObject *tensor, PyObject *inputs)
+{
+    PyObject *writers = PyObject_GetAttr(builder, name_writers), *wrote = NULL, *united = NULL, *sources = NULL;
+    if (writers == NULL || writers == Py_None) {
+        PyObject *found = writers != NULL ? same(builder, inputs) : NULL;
+        Py_XDECREF(writers);
+        return found;
     }
-    return is_so;
+    wrote = PyObject_CallFunctionObjArgs(writers, builder, tensor, NULL);
+    Py_DECREF(writers);
+    int is_any = wrote != NULL ? PyObject_IsTrue(wrote) : -1;
+    if (is_any == 0)
+        sources = Py_NewRef(inputs);
+    else if (is_any > 0 && (united = PyDict_New()) != NULL) {
+        PyObject *both = PySequence_Concat(inputs, wrote);
+        int failed = both == NULL ? -1 : 0;
+        for (Py_ssize_t index = 0; !failed && index < PyTuple_GET_SIZE(both); index++)
+            failed = PyDict_SetItem(united, PyTuple_GET_ITEM(both, index), Py_None);
+        Py_XDECREF(both);
+        if (!failed)
+            sources = PySequence_Tuple(united);
+    }
+    Py_XDECREF(wrote);
+    Py_XDECREF(united);
+    if (sources != NULL)
+        Py_SETREF(sources, same(builder, sources));
+    return sources;
+}
+
+static PyObject *add_at_hand(PyObject *builder, PyObject *site, PyObject *tensor, PyObject *group, PyObject *inputs)
+{
+    int is_so = is_tensor(tensor) ? is_at_hand(builder) : 0, is_on_device = is_so == 1 ? has(tensor, name_is_cuda) : 0;
+    if (is_so < 0 || is_on_device < 0)
+        return NULL;
+    if (is_so == 0)
+        return Py_NewRef(Py_None);
+    PyObject *sources = with_writers(builder, tensor, inputs), *added = NULL;
+    if (sources == NULL)
+        return NULL;
+    if (is_on_device) {
+        int found = add_on_device(builder, 1, &site, &tensor, group, &sources, &added);
+        if (found == 0)
+            added = Py_NewRef(Py_None);
+    } else {
+        PyObject *record = PyObject_GetAttr(builder, name_record), *own[] = {record, site, tensor, group, sources};
+        PyObject *event = record != NULL ? add_plain(NULL, own, 5) : NULL;
+        added = event == NULL || event == Py_None ? Py_XNewRef(event) : PyObject_GetItem(alone, event);
+        Py_XDECREF(event);
+        Py_XDECREF(record);
+    }
+    Py_DECREF(sources);
+    return added;
+}
+
+PyObject *add_events(PyObject *builder, PyObject *site, PyObject *tensor, PyObject *group, PyObject *inputs)
+{
+    PyObject *added = add_at_hand(builder, site, tensor, group, inputs);
+    if (added == Py_None) {
+        Py_DECREF(added);
+        added = PyObject_CallMethodObjArgs(builder, name_add_tensor, site, tensor, group, inputs, NULL);
+    }
+    if (added != NULL && !PyTuple_Check(added))
+        Py_SETREF(added, PySequence_Tuple(added));
+    return added;
 }
 
 PyObject *add_tensor(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
@@ -152,28 +212,5 @@ PyObject *add_tensor(PyObject *module, PyObject *const *args, Py_ssize_t num_arg
         PyErr_SetString(PyExc_TypeError, "add_tensor takes a step, a site, a tensor, a group and inputs");
         return NULL;
     }
-    if (!is_configured(0, NUM_NEEDS))
-        return NULL;
-    PyObject *builder = args[0], *site = args[1], *tensor = args[2], *group = args[3], *added = NULL;
-    int is_so = is_at_hand(builder), is_on_device = is_so == 1 && is_tensor(tensor) ? has(tensor, name_is_cuda) : 0;
-    if (is_so < 0 || is_on_device < 0)
-        return NULL;
-    if (is_so == 0)
-        return Py_NewRef(Py_None);
-    PyObject *inputs = same(builder, args[4]);
-    if (inputs == NULL)
-        return NULL;
-    if (is_on_device) {
-        int found = add_on_device(builder, 1, &site, &tensor, group, &inputs, &added);
-        if (found == 0)
-            added = Py_NewRef(Py_None);
-    } else {
-        PyObject *record = PyObject_GetAttr(builder, name_record), *own[] = {record, site, tensor, group, inputs};
-        PyObject *event = record != NULL ? add_plain(NULL, own, 5) : NULL;
-        added = event == NULL || event == Py_None ? Py_XNewRef(event) : PyObject_GetItem(alone, event);
-        Py_XDECREF(event);
-        Py_XDECREF(record);
-    }
-    Py_DECREF(inputs);
-    return added;
+    return is_configured(0, NUM_NEEDS) ? add_at_hand(args[0], args[1], args[2], args[3], args[4]) : NULL;
 }

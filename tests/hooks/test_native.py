@@ -432,8 +432,9 @@ def record_all(folder: Path, level: str, form: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
 
 
-def test_every_program_is_recorded_by_the_compiled_form_as_by_the_python_alone(tmp_path: Path) -> None:
-    children = {form: record_all(tmp_path / form, "op", form) for form in ("compiled", "alone")}
+@pytest.mark.parametrize("level", ["module", "op"])
+def test_every_program_is_recorded_by_the_compiled_form_as_by_the_python_alone(level: str, tmp_path: Path) -> None:
+    children = {form: record_all(tmp_path / form, level, form) for form in ("compiled", "alone")}
     for child in children.values():
         _, errors = child.communicate(timeout=300)
         assert child.returncode == 0, errors.decode()
