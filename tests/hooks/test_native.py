@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bitcheck
 from bitcheck.errors import RecordingError
 from bitcheck.events import Phase, Site, StepColumns, StepKind
-from bitcheck.hooks import dynamo, ops, steps, storages, tensors
+from bitcheck.hooks import dynamo, gradients, ops, steps, storages, tensors
 from bitcheck.hooks.kernels import layout
+from bitcheck.hooks.naming import Registry
 from bitcheck.hooks.native import native
 from bitcheck.hooks.op_schema import facts_of
 from bitcheck.hooks.sites import Place, Sites
@@ -454,7 +455,10 @@ def test_the_python_alone_is_the_python_alone(tmp_path: Path) -> None:
         "from bitcheck.hooks import steps, storages, tensors, native\n"
         "assert native.native is None and storages._Base is storages.StorageWriters\n"
         "assert tensors.digest_plain is tensors.digest_plain_portably\n"
-        "assert steps._add_plain is steps.add_plain_portably"
+        "assert steps._add_plain is steps.add_plain_portably\n"
+        "from bitcheck.hooks import gradients\n"
+        "assert gradients._record_node is gradients._Outputs.record\n"
+        "assert gradients._record_accumulated is gradients.GradientHooks._accumulated"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
 
@@ -473,6 +477,8 @@ def test_a_build_that_is_left_from_another_version_is_passed_over() -> None:
 def test_this_process_records_by_the_compiled_form() -> None:
     assert tensors.digest_plain is native.digest_plain
     assert steps._add_plain is native.add_plain
+    assert gradients._record_node is native.record_node
+    assert gradients._record_accumulated is native.record_accumulated
     assert issubclass(storages.Memory, native.Memory)
 
 
@@ -504,6 +510,8 @@ PIECES: dict[str, tuple[Any, str]] = {
     "end, the Python's": (ops.OpHooks, "_end"),
     "end, new memory": (ops.OpHooks, "_memory_of"),
     "end, memory that was handed out": (storages.Memory, "note_write"),
+    "a gradient, whose it is": (Registry, "parameter_name"),
+    "a gradient, its computation": (gradients.GradientHooks, "_group"),
 }
 
 
