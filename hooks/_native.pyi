@@ -69,8 +69,12 @@ def wait_for_number(address: int, number: int, modulus: int, pause_s: float, tim
     Numbers grow one by one modulo `modulus`. Returns whether it has, False after `timeout_s`.
     """
 
-def submit_places(digester: DeviceDigester, kinds: list[Kind], places: list[int]) -> list[int] | None:
-    """As `DeviceDigester._submit_few` for tensors that are there and contiguous; None where the Python has to."""
+def submit_tensors(digester: DeviceDigester, tensors: list[torch.Tensor], kinds: list[Kind]) -> list[int] | None:
+    """As `DeviceDigester._submit` for up to FEW_TENSORS tensors; None where the Python has to.
+
+    It has to where memory is not there, where they are too much for one launch or for the scratch buffer, and where no
+    kernel that is compiled brings a strided one to row-major order.
+    """
 
 def record_node(outputs: _Outputs, gradients: tuple[torch.Tensor | None, ...]) -> None:
     """As `_Outputs.__call__`, which hands itself over."""

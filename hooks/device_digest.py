@@ -253,6 +253,7 @@ class DeviceDigester:
             self._ring = Ring(queue, ring_leaves, self._receive, lambda: wishes.on_departure(self._land_one))
             self._scratch = queue.empty(scratch_bytes, torch.uint8)
             queue.synchronize()
+        self._scratch_bytes = scratch_bytes
         self._scratch_address = self._scratch.data_ptr()
         self._shortcut: Shortcut | None = None
         """How the compiled half launches the kernels; None where it does not."""
@@ -262,15 +263,16 @@ class DeviceDigester:
         if shortcut is None or native is None:
             return
         data = torch.arange(12_289, dtype=torch.int64).view(torch.uint8)
-        with self._queue.current():
+        with self._queue.current(), _NO_FUNCTION():
             with self._queue.aside():
                 copy = data.to(self._queue.device)
+                bounds = [(0, 40_000), (3, 73), (16, 32_784), (8, 98_312)]
+                copies, originals = [[whole[start:end] for start, end in bounds] for whole in (copy, data)]
             self._queue.synchronize()
             self._shortcut = shortcut
-            for spans in ([(0, 40_000)], [(0, 16_384), (3, 73)], [(0, 40_000), (3, 73), (16, 32_784), (8, 98_312)]):
-                pieces = [data[start:end] for start, end in spans]
-                places = [copy.data_ptr() + start for start, _ in spans]
-                tickets = native.submit_places(self, list(map(kind_of, pieces)), places)
+            for count in (1, 2, FEW_TENSORS):
+                pieces = originals[:count]
+                tickets = native.submit_tensors(self, copies[:count], list(map(kind_of, pieces)))
                 if tickets is None or self.resolve_many(tickets) != list(map(digest_tensor, pieces)):
                     self._shortcut = None
                     return
@@ -328,8 +330,6 @@ class DeviceDigester:
             with _NO_DISPATCH(), torch.no_grad():
                 pieces = self._gather(strided, pieces, stream)
         self._launch(pieces, stream)
-        if strided:
-            self._queue.mark(stream)  # for the stream that uses the scratch buffer next
         if self._ring.num_filling >= self._flight_leaves:
             self._ring.flush()
         return tickets
@@ -458,12 +458,14 @@ class DeviceDigester:
     def _gather(self, strided: list[tuple[int, torch.Tensor]], pieces: _Pieces, stream: int) -> _Pieces:
         """Copy tensors to row-major order into the scratch buffer; return `pieces` with these added.
 
-        Whenever the buffer is full, what there is of `pieces` is launched, which empties both.
+        Whenever the buffer is full, what there is of `pieces` is launched, which empties both. Where all fit in at once
+        and lie as a kernel of ours can copy them, `csrc/strided.c` does it.
         """
+        # Whatever was copied into the buffer was hashed by a launch, and each launch moves its stream's mark.
         if self._scratch_stream not in (None, stream):
             self._queue.wait_for(self._scratch_stream)
         self._scratch_stream = stream
-        room = self._scratch.numel()
+        room = self._scratch_bytes
         fill = 0
         for ticket, tensor in strided:
             num_bytes = tensor.nbytes

@@ -9,7 +9,7 @@
 #include "native.h"
 
 /* As `native.INTERFACE`: one more with every change of what the two halves expect of each other. */
-#define INTERFACE 2
+#define INTERFACE 3
 
 #include "xxh3.h"
 
@@ -97,9 +97,8 @@ static PyMethodDef methods[] = {
      "As `DeviceDigester._receive` for tickets whose leaves come in one flight; return the places of the others."},
     {"wait_for_number", wait_for_number, METH_VARARGS,
      "Wait until the int64 at an address has reached a number, the interpreter's lock let go; say whether it has."},
-    {"submit_places", submit_places, METH_VARARGS,
-     "As `DeviceDigester._submit_few` for tensors of which the elements lie at places on the device; None where the\n"
-     "Python has to."},
+    {"submit_tensors", submit_tensors, METH_VARARGS,
+     "As `DeviceDigester._submit` for up to FEW_TENSORS tensors in one launch; None where the Python has to."},
     {"record_node", FAST(record_node), "As `_Outputs.__call__`, which hands itself over."},
     {"record_accumulated", FAST(record_accumulated), "As `GradientHooks._accumulated`."},
     {"run_operation", FAST(run_operation), "As `OpHooks._run`."},

@@ -48,6 +48,9 @@
     NAME(_ring)                                                                                                        \
     NAME(_run)                                                                                                         \
     NAME(_scalars)                                                                                                     \
+    NAME(_scratch_address)                                                                                             \
+    NAME(_scratch_bytes)                                                                                               \
+    NAME(_scratch_stream)                                                                                              \
     NAME(_sequence_nr)                                                                                                 \
     NAME(_shortcut)                                                                                                    \
     NAME(_site_of_unwritten)                                                                                           \
@@ -241,15 +244,17 @@ enum { PLACE_STRIDED = -1, PLACE_MISSING = -2, PLACE_ERROR = -3 };
 long long find_place(PyObject *tensor, long long num_bytes);
 
 /* Capture a few plain tensors of a device of which the elements lie at `places`, in one launch, as
- * `DeviceDigester._submit_few`: 1, with a ticket for each, a new reference; 0 where the Python has to; -1 with an error. */
-int submit_few(PyObject *digester, Py_ssize_t count, PyObject *const *kinds, const long long *places, PyObject **tickets);
+ * `DeviceDigester._submit_few`, those that are PLACE_STRIDED copied to row-major order before, as `_gather`: 1, with a
+ * ticket for each, a new reference; 0 where the Python has to; -1 with an error. */
+int submit_few(PyObject *digester, Py_ssize_t count, PyObject *const *tensors, PyObject *const *kinds,
+               const long long *places, PyObject **tickets);
 
 /* Return the sites of what is recorded next at a place of the program, as `StepBuilder.next_sites`. */
 PyObject *next_sites(PyObject *builder, PyObject *phase, PyObject *root, PyObject *path, PyObject *slot, PyObject *is_eval);
 
 /* Add an event for each of up to FEW_TENSORS tensors of one device, as `StepBuilder._add_on_device`: 1, with the events of
- * each, new references; 0 where the Python has to, since they are many, strided or not plain, or their digester is another;
- * -1 with an error set. */
+ * each, new references; 0 where the Python has to, since they are many, not plain, of several devices, or `submit_few` leaves
+ * them to it; -1 with an error set. */
 int add_on_device(PyObject *builder, Py_ssize_t count, PyObject *const *sites, PyObject *const *tensors, PyObject *group,
                   PyObject *const *sources, PyObject **added);
 
@@ -284,7 +289,7 @@ PyObject *plain_on_device(PyObject *module, PyObject *tensor);
 PyObject *places_of(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 PyObject *receive_leaves(PyObject *module, PyObject *args);
 PyObject *wait_for_number(PyObject *module, PyObject *args);
-PyObject *submit_places(PyObject *module, PyObject *args);
+PyObject *submit_tensors(PyObject *module, PyObject *args);
 PyObject *add_tensor(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 PyObject *record_node(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 PyObject *record_accumulated(PyObject *module, PyObject *const *args, Py_ssize_t num_args);

@@ -79,7 +79,7 @@ int add_on_device(PyObject *builder, Py_ssize_t count, PyObject *const *sites, P
             first_device = device_index;
         if (PyErr_Occurred())
             found = -1;
-        else if (places[index] <= 0 || device_index != first_device)
+        else if ((places[index] <= 0 && places[index] != PLACE_STRIDED) || device_index != first_device)
             found = 0;
     }
     if (found != 1)
@@ -88,7 +88,7 @@ int add_on_device(PyObject *builder, Py_ssize_t count, PyObject *const *sites, P
     if ((device = PyObject_GetAttr(tensors[0], name_device)) == NULL ||
         (digesters = PyObject_GetAttr(builder, name__digesters)) == NULL ||
         (digester = PyObject_GetItem(digesters, device)) == NULL ||
-        (found = submit_few(digester, count, kinds, places, tickets)) < 0) {
+        (found = submit_few(digester, count, tensors, kinds, places, tickets)) < 0) {
         if (PyErr_ExceptionMatches(digest_error)) { /* a graph is being captured, or the device has failed */
             PyErr_Clear();
             found = 0;

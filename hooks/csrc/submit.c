@@ -1,22 +1,7 @@
-/* Tensors of a device to tickets, as `DeviceDigester.submit` and `_submit_few`, and the launch itself. */
-#include "native.h"
-
-/* Places of the fields of `Shortcut`, and of those that a kernel has in it. */
-enum {
-    SHORT_LAUNCH,
-    SHORT_ONE,
-    SHORT_FEW,
-    SHORT_SECRET,
-    SHORT_DEVICE,
-    SHORT_IS_CAPTURING,
-    SHORT_CURRENT_DEVICE,
-    SHORT_CURRENT_STREAM,
-    NUM_SHORT
-};
-enum { KERNEL_FUNCTION, KERNEL_THREADS, KERNEL_SHARED, NUM_KERNEL };
+/* Tensors of a device to tickets, as `DeviceDigester.submit` and `_submit`, and the launch itself. */
+#include "submit.h"
 
 #define MAX_FLIGHTS 1024    /* as `ring.MAX_FLIGHTS` */
-#define MAX_PARAMETERS 24   /* those of a kernel, and of what a version of Triton adds to them, which are zeros */
 #define DEFAULT_STREAM 0ULL /* as `cuda._DEFAULT` */
 
 /* cuLaunchKernel of CUDA's driver. Each parameter is 8 bytes here; of a shorter one it reads the first. */
@@ -29,9 +14,8 @@ static void *pointer_of(PyObject *number)
     return (void *)(uintptr_t)PyLong_AsUnsignedLongLongMask(number);
 }
 
-/* Launch a kernel on a number of leaves: 0, or what CUDA says of it, or -1 with an error set. The interpreter's lock is
- * held: to let go of it is to wait for it, as long as a thread that writes has it. */
-static int launch(PyObject *shortcut, PyObject *kernel, unsigned leaves, unsigned long long stream, uint64_t *values)
+/* The interpreter's lock is held: to let go of it is to wait for it, as long as a thread that writes has it. */
+int launch(PyObject *shortcut, PyObject *kernel, unsigned x, unsigned y, unsigned long long stream, uint64_t *values)
 {
     void *parameters[MAX_PARAMETERS];
     for (int index = 0; index < MAX_PARAMETERS; index++)
@@ -42,7 +26,7 @@ static int launch(PyObject *shortcut, PyObject *kernel, unsigned leaves, unsigne
     unsigned shared = (unsigned)PyLong_AsUnsignedLongMask(PyTuple_GET_ITEM(kernel, KERNEL_SHARED));
     if (PyErr_Occurred())
         return -1;
-    return launch_kernel(function, leaves, 1, 1, threads, 1, 1, shared, (void *)(uintptr_t)stream, parameters, NULL);
+    return launch_kernel(function, x, y, 1, threads, 1, 1, shared, (void *)(uintptr_t)stream, parameters, NULL);
 }
 
 static int is_shortcut(PyObject *shortcut)
@@ -50,20 +34,11 @@ static int is_shortcut(PyObject *shortcut)
     if (PyTuple_Check(shortcut) && PyTuple_GET_SIZE(shortcut) == NUM_SHORT) {
         PyObject *one = PyTuple_GET_ITEM(shortcut, SHORT_ONE), *few = PyTuple_GET_ITEM(shortcut, SHORT_FEW);
         if (PyTuple_Check(one) && PyTuple_GET_SIZE(one) == NUM_KERNEL && PyTuple_Check(few) &&
-            PyTuple_GET_SIZE(few) == NUM_KERNEL)
+            PyTuple_GET_SIZE(few) == NUM_KERNEL && PyDict_Check(PyTuple_GET_ITEM(shortcut, SHORT_COPIES)))
             return 1;
     }
     PyErr_Format(PyExc_TypeError, "a Shortcut, not %R", shortcut);
     return 0;
-}
-
-/* Read an attribute that is a number; -1 with an error set where it is none. */
-static long long number_at(PyObject *object, PyObject *attribute)
-{
-    PyObject *value = PyObject_GetAttr(object, attribute);
-    long long number = value != NULL ? PyLong_AsLongLong(value) : -1;
-    Py_XDECREF(value);
-    return number;
 }
 
 /* Set an attribute to a number; -1 with an error set. */
@@ -194,22 +169,25 @@ static int launch_few(PyObject *shortcut, Py_ssize_t count, const long long *pla
     }
     *next++ = out;
     *next++ = secret;
-    return launch(shortcut, PyTuple_GET_ITEM(shortcut, count == 1 ? SHORT_ONE : SHORT_FEW), (unsigned)leaves, stream, values);
+    PyObject *kernel = PyTuple_GET_ITEM(shortcut, count == 1 ? SHORT_ONE : SHORT_FEW);
+    return launch(shortcut, kernel, (unsigned)leaves, 1, stream, values);
 }
 
 /* As `submit_few`, the ring's lock held. */
 static int submit_locked(PyObject *digester, PyObject *shortcut, PyObject *ring, Py_ssize_t count,
-                         PyObject *const *kinds, const long long *places, PyObject **tickets)
+                         PyObject *const *tensors, PyObject *const *kinds, const long long *given, PyObject **tickets)
 {
     Limits limits;
-    long long sizes[FEW_TENSORS], counts[FEW_TENSORS], leaves = 0, slot = 0;
+    Copy copies[FEW_TENSORS] = {{NULL, 0, 0, {0}}};
+    long long sizes[FEW_TENSORS], counts[FEW_TENSORS], places[FEW_TENSORS], leaves = 0, slot = 0;
     if (read_limits(digester, shortcut, ring, &limits) < 0)
         return -1;
     for (Py_ssize_t piece = 0; piece < count; piece++) {
         sizes[piece] = PyLong_AsLongLong(PyTuple_GET_ITEM(kinds[piece], 2));
         if (PyErr_Occurred())
             return -1;
-        if (sizes[piece] < 1 || places[piece] <= 0)
+        places[piece] = given[piece];
+        if (sizes[piece] < 1 || (places[piece] <= 0 && places[piece] != PLACE_STRIDED))
             return 0;
         counts[piece] = (sizes[piece] + LEAF_BYTES - 1) / LEAF_BYTES;
         if (counts[piece] > limits.launch_leaves - leaves)
@@ -223,19 +201,27 @@ static int submit_locked(PyObject *digester, PyObject *shortcut, PyObject *ring,
     PyObject *current_stream = PyTuple_GET_ITEM(shortcut, SHORT_CURRENT_STREAM), *flight = NULL;
     PyObject *stream = PyObject_CallOneArg(current_stream, PyTuple_GET_ITEM(shortcut, SHORT_DEVICE));
     unsigned long long handle = stream != NULL ? PyLong_AsUnsignedLongLongMask(stream) : 0;
-    if (PyErr_Occurred() || (flight = reserve(ring, leaves, limits.capacity, &slot)) == NULL)
+    if (PyErr_Occurred())
+        goto end;
+    /* All that may turn out to be for the Python before slots are reserved, which then would be nobody's. */
+    if ((result = find_copies(digester, shortcut, stream, count, tensors, sizes, places, copies)) != 1)
+        goto end;
+    result = -1;
+    if ((flight = reserve(ring, leaves, limits.capacity, &slot)) == NULL)
         goto end;
     long long start = number_at(flight, name_start);
     if (PyErr_Occurred())
         goto end;
     uint64_t out = (uint64_t)limits.base + (uint64_t)(slot % limits.capacity) * DIGEST_BYTES;
-    int failed = launch_few(shortcut, count, places, sizes, counts, leaves, out, limits.secret, handle);
-    if (failed != 0) { /* the Python's launch says why; the slots are nobody's */
+    int failed = launch_copies(digester, shortcut, stream, count, copies);
+    if (failed == 0)
+        failed = launch_few(shortcut, count, places, sizes, counts, leaves, out, limits.secret, handle);
+    if (failed != 0) { /* the Python's launch says why; the slots are nobody's, and it copies again what was copied */
         result = failed < 0 ? -1 : 0;
         goto end;
     }
     long long first = slot - start;
-    result = mark(ring, stream) < 0 ? -1 : 1;
+    result = mark(ring, stream) < 0 ? -1 : 1; /* also for the stream that uses the scratch buffer next */
     for (Py_ssize_t piece = 0; result == 1 && piece < count; piece++) {
         if ((tickets[piece] = add_ticket(digester, flight, kinds[piece], first, counts[piece])) == NULL)
             result = -1;
@@ -247,12 +233,15 @@ static int submit_locked(PyObject *digester, PyObject *shortcut, PyObject *ring,
         Py_XDECREF(flushed);
     }
 end:
+    for (Py_ssize_t piece = 0; piece < count; piece++)
+        Py_XDECREF(copies[piece].kernel);
     Py_XDECREF(stream);
     Py_XDECREF(flight);
     return result;
 }
 
-int submit_few(PyObject *digester, Py_ssize_t count, PyObject *const *kinds, const long long *places, PyObject **tickets)
+int submit_few(PyObject *digester, Py_ssize_t count, PyObject *const *tensors, PyObject *const *kinds,
+               const long long *places, PyObject **tickets)
 {
     PyObject *shortcut = PyObject_GetAttr(digester, name__shortcut), *ring = NULL, *lock = NULL, *locked = NULL;
     int found = shortcut == NULL ? -1 : 0;
@@ -262,7 +251,7 @@ int submit_few(PyObject *digester, Py_ssize_t count, PyObject *const *kinds, con
     if (!is_shortcut(shortcut) || (ring = PyObject_GetAttr(digester, name__ring)) == NULL ||
         (lock = PyObject_GetAttr(ring, name_lock)) == NULL || (locked = PyObject_CallMethodNoArgs(lock, name_acquire)) == NULL)
         goto end;
-    found = submit_locked(digester, shortcut, ring, count, kinds, places, tickets);
+    found = submit_locked(digester, shortcut, ring, count, tensors, kinds, places, tickets);
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
     PyObject *released = PyObject_CallMethodNoArgs(lock, name_release);
@@ -283,28 +272,36 @@ end:
     return found;
 }
 
-PyObject *submit_places(PyObject *module, PyObject *args)
+PyObject *submit_tensors(PyObject *module, PyObject *args)
 {
-    PyObject *digester, *given_kinds, *given_places, *kinds[FEW_TENSORS], *tickets[FEW_TENSORS] = {NULL}, *result = NULL;
+    PyObject *digester, *given_tensors, *given_kinds, *result = NULL;
+    PyObject *tensors[FEW_TENSORS], *kinds[FEW_TENSORS], *tickets[FEW_TENSORS] = {NULL};
     long long places[FEW_TENSORS];
-    if (!PyArg_ParseTuple(args, "OO!O!", &digester, &PyList_Type, &given_kinds, &PyList_Type, &given_places))
+    if (!PyArg_ParseTuple(args, "OO!O!", &digester, &PyList_Type, &given_tensors, &PyList_Type, &given_kinds))
         return NULL;
-    Py_ssize_t count = PyList_GET_SIZE(given_kinds);
-    if (count < 1 || count > FEW_TENSORS || PyList_GET_SIZE(given_places) != count)
-        return PyErr_Format(PyExc_ValueError, "1 to %d kinds and as many places", FEW_TENSORS);
+    Py_ssize_t count = PyList_GET_SIZE(given_tensors);
+    if (count < 1 || count > FEW_TENSORS || PyList_GET_SIZE(given_kinds) != count)
+        return PyErr_Format(PyExc_ValueError, "1 to %d tensors and as many kinds", FEW_TENSORS);
     for (Py_ssize_t piece = 0; piece < count; piece++) {
-        places[piece] = PyLong_AsLongLong(PyList_GET_ITEM(given_places, piece));
-        if (PyErr_Occurred())
-            return NULL;
-        kinds[piece] = PyList_GET_ITEM(given_kinds, piece);
-        if (!PyTuple_Check(kinds[piece]) || PyTuple_GET_SIZE(kinds[piece]) != 3) {
+        PyObject *kind = PyList_GET_ITEM(given_kinds, piece);
+        if (!PyTuple_Check(kind) || PyTuple_GET_SIZE(kind) != 3) {
             PyErr_SetString(PyExc_TypeError, "a kind is a tuple of three");
             return NULL;
         }
     }
-    for (Py_ssize_t piece = 0; piece < count; piece++)
-        Py_INCREF(kinds[piece]);
-    int found = submit_few(digester, count, kinds, places, tickets);
+    for (Py_ssize_t piece = 0; piece < count; piece++) {
+        tensors[piece] = Py_NewRef(PyList_GET_ITEM(given_tensors, piece));
+        kinds[piece] = Py_NewRef(PyList_GET_ITEM(given_kinds, piece));
+    }
+    int found = 1;
+    for (Py_ssize_t piece = 0; found == 1 && piece < count; piece++) {
+        long long num_bytes = PyLong_AsLongLong(PyTuple_GET_ITEM(kinds[piece], 2));
+        places[piece] = PyErr_Occurred() ? PLACE_ERROR : find_place(tensors[piece], num_bytes);
+        if (places[piece] == PLACE_ERROR || places[piece] == PLACE_MISSING)
+            found = places[piece] == PLACE_ERROR ? -1 : 0;
+    }
+    if (found == 1)
+        found = submit_few(digester, count, tensors, kinds, places, tickets);
     if (found == 0)
         result = Py_NewRef(Py_None);
     else if (found > 0)
@@ -313,6 +310,7 @@ PyObject *submit_places(PyObject *module, PyObject *args)
         if (found > 0 && result != NULL && PyList_Append(result, tickets[piece]) < 0)
             Py_CLEAR(result);
         Py_XDECREF(tickets[piece]);
+        Py_DECREF(tensors[piece]);
         Py_DECREF(kinds[piece]);
     }
     return result;

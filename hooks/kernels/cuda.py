@@ -26,9 +26,8 @@ class CudaQueue:
     """The streams of one CUDA device, seen from whatever thread calls.
 
     A stream is named by its handle. Its *mark* is how far it had come when `mark` was last called.
-    What is sent to the host waits for the marks of the streams that computed it; for the default stream's work it waits
-    for all that the stream has when it is sent, which spares a mark after each launch: that stream never ends, and
-    PyTorch never captures it.
+    Who waits for a stream waits for its mark; for the default stream, for all that the stream has by then, which spares
+    a mark after each launch: that stream never ends, and PyTorch never captures it.
     Buffers are allocated with the side stream current, so that the caching allocator never mixes
     them with the program's memory.
     """
@@ -39,7 +38,7 @@ class CudaQueue:
         self._side: torch.cuda.Stream = torch.cuda.Stream(self._index)
         self._streams: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
         self._default = torch.cuda.default_stream(self._index)
-        self._sent = torch.cuda.Event()
+        self._default_event = torch.cuda.Event()
         self.questions: tuple[int, Any, Any, Any] = (self._index, _is_capturing, _current_device, _raw_stream)
         """The device's number, and what `is_capturing`, `is_current` and `stream` ask in the end."""
 
@@ -86,21 +85,24 @@ class CudaQueue:
 
     def wait_for(self, stream: int) -> None:
         """Let the current stream wait for another's mark; the host waits for nothing."""
-        torch.cuda.current_stream(self._index).wait_event(self._streams[stream][1])
+        torch.cuda.current_stream(self._index).wait_event(self._mark_of(stream))
 
-    def marks_when_sent(self, stream: int) -> bool:
-        """Say whether `send` finds out by itself how far a stream has come."""
-        return stream == _DEFAULT
+    def needs_mark(self, stream: int) -> bool:
+        """Say whether `send` and `wait_for` have to be told by `mark` how far a stream has come."""
+        return stream != _DEFAULT
+
+    def _mark_of(self, stream: int) -> torch.cuda.Event:
+        """Return what to wait for. The default stream's is moved to here; who waits for it already does as before."""
+        if stream != _DEFAULT:
+            return self._streams[stream][1]
+        self._default_event.record(self._default)
+        return self._default_event
 
     def send(self, streams: Iterable[int], copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy device buffers to pinned ones (target, source) in this order, behind the marks of `streams`."""
         with self.aside():
             for stream in streams:
-                if stream == _DEFAULT:
-                    self._sent.record(self._default)
-                    self._side.wait_event(self._sent)
-                else:
-                    self._side.wait_event(self._streams[stream][1])
+                self._side.wait_event(self._mark_of(stream))
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
 

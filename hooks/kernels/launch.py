@@ -21,7 +21,7 @@ from bitcheck.digest import LEAF_BYTES, digest_leaves, num_leaves
 from bitcheck.errors import DigestError
 from bitcheck.hooks.kernels.layout import FEW_TENSORS, Runs, Transposed
 from bitcheck.hooks.kernels.row_major import runs_kernel, transpose_kernel
-from bitcheck.hooks.kernels.shortcut import Shortcut, driver_launch, kernel_of
+from bitcheck.hooks.kernels.shortcut import CopyKernel, Shortcut, copy_key, driver_launch, kernel_of
 from bitcheck.hooks.kernels.xxh3 import SECRET_WORDS, hash_few_kernel, hash_one_kernel, hash_table_kernel
 
 BLOCKS_A_LOAD = 16
@@ -74,8 +74,10 @@ class LeafKernels:
     def __init__(self, device: torch.device) -> None:
         self._secret = torch.tensor(SECRET_WORDS, dtype=torch.int64, device=device)
         self._constants = (self._secret.data_ptr(), BLOCKS_A_LOAD)
-        self._copies: dict[tuple[Any, int, bool], Launch] = {}
-        """(kernel, bytes of a word, whether all is aligned) -> its launch."""
+        self._copies: dict[int, Launch] = {}
+        """By `copy_key`; compiled when the first tensor needs it."""
+        self._copy_kernels: dict[int, CopyKernel] = {}
+        """The same, for the compiled half."""
         probe = _Probe(device)
         options = {"BLOCKS_A_LOAD": BLOCKS_A_LOAD, "num_warps": 1}
         out_address = probe.out.data_ptr()
@@ -108,16 +110,11 @@ class LeafKernels:
         current_stream: Callable[[int], int],
     ) -> Shortcut | None:
         """Return how the compiled half may launch the kernels of a few tensors, None where it cannot."""
-        launch = driver_launch()
-        try:
-            kernels = kernel_of(self._compiled[0]), kernel_of(self._compiled[1])
-        except AttributeError:  # another Triton, whose inside is another
-            return None
-        one, few = kernels
+        launch, one, few = driver_launch(), kernel_of(self._compiled[0]), kernel_of(self._compiled[1])
         if launch is None or one is None or few is None:
             return None
-        secret = self._secret.data_ptr()
-        return Shortcut(launch, one, few, secret, device, is_capturing, current_device, current_stream)
+        kernels = one, few, self._copy_kernels
+        return Shortcut(launch, *kernels, self._secret.data_ptr(), device, is_capturing, current_device, current_stream)
 
     def hash_one(self, address: int, num_bytes: int, out_address: int, stream: int) -> None:
         """Write the leaf digests, [L, 16], of the `num_bytes` (> 0) at `address` to `out_address`."""
@@ -139,7 +136,7 @@ class LeafKernels:
         self._table(leaves, 1, stream, (table_address, num_tensors, out_address, *self._constants))
 
     def transpose(self, address: int, itemsize: int, found: Transposed, out_address: int, stream: int) -> None:
-        """Copy elements [B, R, C] with strides (b, 1, c) to row-major order."""
+        """Copy elements [B, R, C] with strides (b, 1, c) to row-major order, as `csrc/strided.c` does."""
         (batches, rows, columns), strides = found
         # 16 of everything: then rows and columns are read and written 16 elements at a time.
         is_aligned = not (address | out_address | rows | columns | strides[0] | strides[1]) & 15
@@ -147,10 +144,11 @@ class LeafKernels:
         x = -(-rows // tile) * -(-columns // tile)
         numbers = (address, rows, columns, *strides, out_address)
         constants = (_WORDS[itemsize], tile, tile, is_aligned)
-        self._launch_copy((transpose_kernel, itemsize, is_aligned), x, batches, stream, numbers, constants)
+        key = copy_key(True, itemsize, is_aligned)
+        self._launch_copy(transpose_kernel, key, tile, (x, batches), stream, numbers, constants)
 
     def join_runs(self, address: int, itemsize: int, found: Runs, out_address: int, stream: int) -> None:
-        """Copy elements [A, B, C, R] with strides (a, b, c, 1) to row-major order."""
+        """Copy elements [A, B, C, R] with strides (a, b, c, 1) to row-major order, as `csrc/strided.c` does."""
         (batches, groups, runs, length), strides = found
         # In the largest words of which everything is a whole number.
         together = address | out_address | (length | strides[0] | strides[1] | strides[2]) * itemsize | 8
@@ -161,23 +159,29 @@ class LeafKernels:
         numbers = (address, groups, runs, length, words, *(stride // many for stride in strides), out_address)
         constants = (_WORDS[word], _WORDS_A_PROGRAM)
         programs = -(-words // _WORDS_A_PROGRAM)
-        self._launch_copy((runs_kernel, word, False), programs, 1, stream, numbers, constants)
+        key = copy_key(False, word, False)
+        self._launch_copy(runs_kernel, key, _WORDS_A_PROGRAM, (programs, 1), stream, numbers, constants)
 
     def _launch_copy(
         self,
-        key: tuple[Any, int, bool],
-        x: int,
-        y: int,
+        kernel: Any,
+        key: int,
+        block: int,
+        grid: tuple[int, int],
         stream: int,
         numbers: tuple[int, ...],
         constants: tuple[Any, ...],
     ) -> None:
         """Launch a copying kernel, which is compiled the first time."""
         launch = self._copies.get(key)
-        if launch is None:
-            self._copies[key] = self._make_launcher(key[0][(x, y)](*numbers, *constants, num_warps=4))
-        else:
-            launch(x, y, stream, (*numbers, *constants))
+        if launch is not None:
+            launch(*grid, stream, (*numbers, *constants))
+            return
+        compiled = kernel[grid](*numbers, *constants, num_warps=4)
+        self._copies[key] = self._make_launcher(compiled)
+        plain = kernel_of(compiled)
+        if plain is not None:
+            self._copy_kernels[key] = CopyKernel(*plain, block)
 
     def _prove(self, probe: _Probe) -> None:
         """Compare with the CPU's digest: a kernel that miscomputes here must never be used."""

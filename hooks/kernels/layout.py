@@ -125,7 +125,10 @@ def _as_runs(shape: list[int], strides: list[int]) -> Runs | None:
 
 
 def special_of(tensor: torch.Tensor) -> Transposed | Runs | None:
-    """Return as what a kernel of ours can copy a tensor's elements, None where PyTorch has to."""
+    """Return as what a kernel of ours can copy a tensor's elements, None where PyTorch has to.
+
+    `find_copy` in `csrc/strided.c` asks the same.
+    """
     if tensor.is_conj() or tensor.is_neg() or tensor.itemsize not in _INTEGERS:
         return None
     return arrangement(tuple(tensor.shape), tensor.stride()).special

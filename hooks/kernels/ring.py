@@ -126,7 +126,7 @@ class Ring:
 
     def mark(self, stream: int) -> None:
         """Say that the current stream, `stream`, has been given all that writes to the slots reserved last."""
-        if not self._queue.marks_when_sent(stream):
+        if self._queue.needs_mark(stream):
             self._queue.mark(stream)
         self._used.add(stream)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import shutil
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,8 @@ import torch
 from bitcheck.digest import LEAF_BYTES, digest_leaves, num_leaves
 from bitcheck.events import Kind
 from bitcheck.hooks.device_digest import HostDigester
-from bitcheck.hooks.kernels.layout import FEW_TENSORS
-from bitcheck.hooks.kernels.shortcut import Kernel, Shortcut
+from bitcheck.hooks.kernels.layout import FEW_TENSORS, arrangement
+from bitcheck.hooks.kernels.shortcut import CopyKernel, Kernel, Shortcut, copy_key
 from bitcheck.hooks.native import native
 from bitcheck.hooks.tensors import digest_tensor, kind_of
 from tests.hooks.test_device_digest import OnHost, random_bytes
@@ -29,6 +31,25 @@ ONE, FEW, SECRET, DEVICE = 11, 2**63 + 5, 2**64 - 8, 3
 _POINTERS = ctypes.POINTER(ctypes.c_void_p)
 _UINTS = (ctypes.c_uint,) * 7
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *_UINTS, ctypes.c_void_p, _POINTERS, _POINTERS)
+_PARAMETERS = {"int32": ctypes.c_int32, "int64": ctypes.c_int64}
+_SOURCE = Path(__file__).parents[2] / "hooks/kernels/row_major.py"
+
+
+def parameters_of(kernel: str) -> dict[str, Any]:
+    """Return the types of a copying kernel's parameters as its source names them: importing it needs triton."""
+    (found,) = (
+        part
+        for part in ast.parse(_SOURCE.read_text()).body
+        if isinstance(part, ast.FunctionDef) and part.name == kernel
+    )
+    types = {
+        parameter.arg: ast.unparse(parameter.annotation or found).removeprefix("tl.") for parameter in found.args.args
+    }
+    return {name: _PARAMETERS[text] for name, text in types.items() if text != "constexpr"}
+
+
+def memory_at(address: int, words: int, word_bytes: int) -> np.ndarray[Any, Any]:
+    return np.frombuffer((ctypes.c_uint8 * (words * word_bytes)).from_address(address), f"u{word_bytes}")
 
 
 class Driver:
@@ -41,20 +62,72 @@ class Driver:
         """A bit to flip in what is written, as a kernel would that miscomputes."""
         self.shapes: list[tuple[int, ...]] = []
         self.device = DEVICE
+        self.answers: dict[int, int] = {}
+        """What a kernel's launch gives, where it is not `answer`."""
+        self._compiled: dict[int, tuple[bool, int, bool, int]] = {}
         self._callback = _LAUNCH(self._launch)
         address = ctypes.cast(self._callback, ctypes.c_void_p).value
         assert address is not None
         queue = host.queue
         self.shortcut = Shortcut(
-            address, Kernel(ONE, 32, 0), Kernel(FEW, 64, 7), SECRET, DEVICE,
+            address, Kernel(ONE, 32, 0), Kernel(FEW, 64, 7), {}, SECRET, DEVICE,
             queue.is_capturing, lambda: self.device, lambda device: queue.now if device == DEVICE else -1,
         )  # fmt: skip
+
+    def compile(self, is_transpose: bool, word_bytes: int, is_aligned: bool, block: int) -> int:
+        """Do as `LeafKernels` where it compiles a kernel that copies; return the kernel's handle."""
+        key = copy_key(is_transpose, word_bytes, is_aligned)
+        function = 2**62 + len(self._compiled)
+        self._compiled[function] = is_transpose, word_bytes, is_aligned, block
+        self.shortcut.copies[key] = CopyKernel(function, 128, 40 + key, block)
+        return function
+
+    def _copy(self, function: int, shape: list[int], parameters: Any) -> None:
+        is_transpose, word_bytes, is_aligned, block = self._compiled[function]
+        types = parameters_of("transpose_kernel" if is_transpose else "runs_kernel")
+        given = {name: kind.from_address(parameters[index]).value for index, (name, kind) in enumerate(types.items())}
+        address, out_address = given["address"], given["out_address"]
+        assert shape[3:] == [128, 1, 1, 40 + copy_key(is_transpose, word_bytes, is_aligned)]
+        assert address % word_bytes == out_address % word_bytes == 0
+        if is_transpose:
+            from_words, to_words = self._transposed(given, shape, block, is_aligned)
+        else:
+            from_words, to_words = self._runs(given, shape, block)
+        words = memory_at(address, int(from_words.max()) + 1, word_bytes)
+        memory_at(out_address, int(to_words.max()) + 1, word_bytes)[to_words] = words[from_words]
+
+    @staticmethod
+    def _transposed(given: dict[str, int], shape: list[int], tile: int, is_aligned: bool) -> Any:
+        rows, columns = given["num_rows"], given["num_columns"]
+        if is_aligned:  # what the kernel is compiled for holds
+            assert not (given["address"] | given["out_address"] | rows | columns) % 16
+            assert not (given["stride_b"] | given["stride_c"]) % 16
+        tiles = -(-columns // tile)
+        batch, program, r, c = np.ogrid[: shape[1], : shape[0], :tile, :tile]
+        row, column = program // tiles * tile + r, program % tiles * tile + c
+        is_there = np.broadcast_to((row < rows) & (column < columns), (shape[1], shape[0], tile, tile))
+        from_words = batch * given["stride_b"] + row + column * given["stride_c"]
+        return from_words[is_there], (batch * rows * columns + row * columns + column)[is_there]
+
+    @staticmethod
+    def _runs(given: dict[str, int], shape: list[int], block: int) -> Any:
+        assert shape[1] == 1
+        at = np.arange(shape[0] * block)
+        at = at[at < given["num_words"]]
+        run, place = at // given["length"], at % given["length"]
+        group, c = run // given["num_runs"], run % given["num_runs"]
+        a, b = group // given["num_groups"], group % given["num_groups"]
+        return place + c * given["stride_c"] + b * given["stride_b"] + a * given["stride_a"], at
 
     def _launch(self, function: int, *rest: Any) -> int:
         *shape, stream, parameters, extra = rest
         self.shapes.append((function, *shape))
-        if self.answer:
-            return self.answer
+        if answer := self.answers.get(function, self.answer):
+            return answer
+        if function in self._compiled:
+            assert (shape[2], stream or 0, bool(extra)) == (1, self.host.queue.now, False)
+            self._copy(function, shape, parameters)
+            return 0
         count = 1 if function == ONE else FEW_TENSORS
         values = [ctypes.c_uint64.from_address(parameters[index]).value for index in range(3 * count + 1)]
         addresses, sizes, firsts = values[:count], values[count : 2 * count], values[2 * count : 3 * count - 1]
@@ -88,7 +161,7 @@ def driver(host: OnHost) -> Driver:
 
 
 def submit(host: OnHost, tensors: list[torch.Tensor]) -> list[int] | None:
-    return native.submit_places(host.digester, list(map(kind_of, tensors)), [tensor.data_ptr() for tensor in tensors])
+    return native.submit_tensors(host.digester, tensors, list(map(kind_of, tensors)))
 
 
 def test_one_tensor_to_a_few_have_the_digests_of_the_cpu_in_one_launch(host: OnHost, driver: Driver) -> None:
@@ -172,27 +245,33 @@ def test_what_is_too_much_for_a_launch_empty_or_elsewhere_is_left_to_the_python(
     assert submit(host, [fits]) is not None
     assert submit(host, [large]) is None
     assert submit(host, [random_bytes(1), fits]) is None
-    assert native.submit_places(host.digester, [kind_of(empty)], [1]) is None
-    for place in (0, -1):
-        assert native.submit_places(host.digester, [kind_of(fits)], [place]) is None
+    assert submit(host, [empty]) is None
+    assert submit(host, [random_bytes(1), empty]) is None
+    gone = random_bytes(100).clone()
+    kind = kind_of(gone)
+    gone.untyped_storage().resize_(0)
+    assert native.submit_tensors(host.digester, [gone], [kind]) is None
     host.digester._shortcut = None
     assert submit(host, [fits]) is None
-    assert native.submit_places(HostDigester(), [kind_of(fits)], [1]) is None  # type: ignore[arg-type]
+    assert native.submit_tensors(HostDigester(), [fits], [kind_of(fits)]) is None  # type: ignore[arg-type]
     assert len(driver.shapes) == 1
 
 
 def test_arguments_that_are_none_are_refused(host: OnHost, driver: Driver) -> None:
     kind: Kind = ("uint8", (3,), 3)
-    for kinds, places in (([], []), ([kind], []), ([kind] * 5, [1] * 5)):
-        with pytest.raises(ValueError, match="as many places"):
-            native.submit_places(host.digester, kinds, places)
+    tensor = random_bytes(3)
+    for kinds, tensors in (([], []), ([kind], []), ([kind] * 5, [tensor] * 5)):
+        with pytest.raises(ValueError, match="as many kinds"):
+            native.submit_tensors(host.digester, tensors, kinds)
     for wrong in (("uint8", 3), None, ("uint8", (3,), "3")):
         with pytest.raises(TypeError):
-            native.submit_places(host.digester, [wrong], [1])  # type: ignore[list-item]
-    for shortcut in ((), (1,) * 8, 3):
+            native.submit_tensors(host.digester, [tensor], [wrong])  # type: ignore[list-item]
+    with pytest.raises(AttributeError):
+        native.submit_tensors(host.digester, [None], [kind])  # type: ignore[list-item]
+    for shortcut in ((), (1,) * 10, 3, driver.shortcut._replace(copies=None)):  # type: ignore[arg-type]
         host.digester._shortcut = shortcut  # type: ignore[assignment]
         with pytest.raises(TypeError, match="a Shortcut, not"):
-            native.submit_places(host.digester, [kind], [1])
+            native.submit_tensors(host.digester, [tensor], [kind])
 
 
 @pytest.mark.parametrize("piece", ["reserve", "flush", "mark"])
@@ -237,13 +316,19 @@ def test_a_shortcut_is_not_taken_that_gives_another_or_none(flips: int, answer: 
 def test_tickets_are_all_that_is_kept(host: OnHost, driver: Driver) -> None:
     tensor = random_bytes(100)
     kind = kind_of(tensor)
-    kinds, places = [kind], [tensor.data_ptr()]
+    strided = tensor.view(10, 10).t()
+    driver.compile(True, 1, False, 8)
+    copying = next(iter(driver.shortcut.copies.values()))
+    tensors, kinds = [tensor, strided], [kind, kind_of(strided)]
+    held = kind, driver.shortcut, host.digester, tensor, strided, copying, arrangement(strided.shape, strided.stride())
 
     def turn(count: int) -> None:
         for _ in range(count):
-            host.digester.resolve_many(native.submit_places(host.digester, kinds, places) or [])
+            tickets = native.submit_tensors(host.digester, tensors, kinds)
+            assert tickets is not None
+            host.digester.resolve_many(tickets)
 
     turn(50)
-    before = sys.getrefcount(kind), sys.getrefcount(driver.shortcut), sys.getrefcount(host.digester)
+    before = list(map(sys.getrefcount, held))
     turn(200)
-    assert (sys.getrefcount(kind), sys.getrefcount(driver.shortcut), sys.getrefcount(host.digester)) == before
+    assert list(map(sys.getrefcount, held)) == before
