@@ -297,8 +297,8 @@ PyObject *submit_tensors(PyObject *module, PyObject *args)
     for (Py_ssize_t piece = 0; found == 1 && piece < count; piece++) {
         long long num_bytes = PyLong_AsLongLong(PyTuple_GET_ITEM(kinds[piece], 2));
         places[piece] = PyErr_Occurred() ? PLACE_ERROR : find_place(tensors[piece], num_bytes);
-        if (places[piece] == PLACE_ERROR || places[piece] == PLACE_MISSING)
-            found = places[piece] == PLACE_ERROR ? -1 : 0;
+        if (places[piece] == PLACE_ERROR)
+            found = -1;
     }
     if (found == 1)
         found = submit_few(digester, count, tensors, kinds, places, tickets);

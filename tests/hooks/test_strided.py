@@ -82,6 +82,7 @@ def transposed(
         (33, 48, 1, 0, False),
         (32, 47, 1, 0, False),
         (32, 48, 1, 8, False),
+        (24, 48, 1, 8, False),
         (8, 8, 1, 0, False),
         (9, 21, 5, 3, False),
         (50, 80, 2, 0, False),
@@ -95,6 +96,14 @@ def test_a_transposed_tensor_is_copied_by_the_kernel_for_it(
     tickets = submit(host, [tensor])
     assert tickets is not None
     assert functions(driver) == [kernel(driver, True, word, is_aligned), ONE]
+    assert host.digester.resolve_many(tickets) == [digest_tensor(tensor)]
+
+
+def test_a_batch_of_which_the_second_begins_elsewhere_is_not_aligned(host: OnHost, driver: Driver) -> None:
+    tensor = elements(2 * 33 * 48, torch.bfloat16).as_strided((2, 32, 48), (32 * 48 + 8, 1, 32))
+    tickets = submit(host, [tensor])
+    assert tickets is not None
+    assert functions(driver) == [kernel(driver, True, 2, False), ONE]
     assert host.digester.resolve_many(tickets) == [digest_tensor(tensor)]
 
 
@@ -145,6 +154,18 @@ def test_runs_are_copied_in_the_largest_words_that_they_are_made_of(
     for count in (special.shape[3], *special.strides):
         together |= count * itemsize
     word = together & -together
+    tickets = submit(host, [tensor])
+    assert tickets is not None
+    assert functions(driver) == [kernel(driver, False, word, False), ONE]
+    assert host.digester.resolve_many(tickets) == [digest_tensor(tensor)]
+
+
+@pytest.mark.parametrize("dimension", range(3))
+@pytest.mark.parametrize(("step", "word"), [(1, 1), (2, 2), (4, 4), (8, 8)])
+def test_each_stride_of_runs_counts(host: OnHost, driver: Driver, dimension: int, step: int, word: int) -> None:
+    strides = [4000, 1000, 200, 1]  # no two of them are one
+    strides[dimension] += step
+    tensor = elements(20_000, torch.uint8).as_strided((2, 3, 4, 16), strides)
     tickets = submit(host, [tensor])
     assert tickets is not None
     assert functions(driver) == [kernel(driver, False, word, False), ONE]
@@ -314,7 +335,11 @@ def refuse_device(host: OnHost, driver: Driver) -> None:
     driver.device = DEVICE + 1
 
 
-def refuse_copy(host: OnHost, driver: Driver) -> None:
+def refuse_first_copy(host: OnHost, driver: Driver) -> None:
+    driver.answers[kernel(driver, True, 4, False)] = 700
+
+
+def refuse_second_copy(host: OnHost, driver: Driver) -> None:
     driver.answers[kernel(driver, False, 2, False)] = 700
 
 
@@ -323,9 +348,9 @@ def refuse_hash(host: OnHost, driver: Driver) -> None:
 
 
 @pytest.mark.parametrize(
-    ("refuse", "num_launches"), [(refuse_capture, 0), (refuse_device, 0), (refuse_copy, 2), (refuse_hash, 3)],
-    ids=["capture", "device", "copy", "hash"],
-)  # fmt: skip
+    ("refuse", "num_launches"),
+    [(refuse_capture, 0), (refuse_device, 0), (refuse_first_copy, 1), (refuse_second_copy, 2), (refuse_hash, 3)],
+)
 def test_what_cannot_be_launched_now_is_left_to_the_python(
     refuse: Any, num_launches: int, host: OnHost, driver: Driver
 ) -> None:
@@ -377,9 +402,10 @@ def test_nothing_is_kept_of_what_was_refused(host: OnHost, driver: Driver) -> No
             assert submit(host, [tensor, large]) is None
 
     turn(10)
-    before = list(map(sys.getrefcount, held))
-    turn(100)
+    before, blocks = list(map(sys.getrefcount, held)), sys.getallocatedblocks()
+    turn(500)
     assert list(map(sys.getrefcount, held)) == before
+    assert sys.getallocatedblocks() < blocks + 100
     assert host.digester._scratch_stream is None
     assert host.queue.now == stream
 
