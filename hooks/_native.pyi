@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from bitcheck.events import Kind, Site, StepColumns
 from bitcheck.hooks.device_digest import DeviceDigester
 from bitcheck.hooks.fresh import Shadow
 from bitcheck.hooks.gradients import GradientHooks, Tracked, _Outputs
+from bitcheck.hooks.modules import ModuleHooks
+from bitcheck.hooks.naming import ModuleName
 from bitcheck.hooks.op_schema import OpFacts
 from bitcheck.hooks.ops import Opened, OpHooks
-from bitcheck.hooks.steps import StepBuilder
+from bitcheck.hooks.steps import Call, StepBuilder
 
 INTERFACE: int
 
@@ -75,6 +78,22 @@ def submit_tensors(digester: DeviceDigester, tensors: list[torch.Tensor], kinds:
     It has to where memory is not there, where they are too much for one launch or for the scratch buffer, and where no
     kernel that is compiled brings a strided one to row-major order.
     """
+
+def begin_call(
+    hooks: ModuleHooks,
+    builder: StepBuilder,
+    module: nn.Module,
+    name: ModuleName,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    recomputes: bool,
+) -> tuple[Call, list[tuple[str, torch.Tensor]]] | None:
+    """As `ModuleHooks._begin`."""
+
+def end_call(
+    hooks: ModuleHooks, builder: StepBuilder, call: Call, arguments: list[tuple[str, torch.Tensor]], result: Any
+) -> None:
+    """As `ModuleHooks._record_outputs`."""
 
 def record_node(outputs: _Outputs, gradients: tuple[torch.Tensor | None, ...]) -> None:
     """As `_Outputs.__call__`, which hands itself over."""

@@ -596,4 +596,4 @@ def _as_list(value: Any) -> list[torch.Tensor]:
 
 
 if native is not None:
-    native.configure(backward_phase=Phase.BACKWARD, blame=_blame)
+    native.configure(backward_phase=Phase.BACKWARD, blame=_blame, outputs_type=_Outputs)

@@ -9,6 +9,7 @@ traces: inside a compiled region the wrapper is the original, so its graph, henc
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from bitcheck.events import Level, Phase, Site
 from bitcheck.hooks.callers import is_rehearsal
 from bitcheck.hooks.dynamo import paused, quiet, skip_frame
 from bitcheck.hooks.naming import ByIdentity, ModuleName, class_name, is_compiled
+from bitcheck.hooks.native import native
 from bitcheck.hooks.steps import Call, StepBuilder
 from bitcheck.hooks.tensors import storage_id
 
@@ -106,6 +108,11 @@ class ModuleHooks:
         """(root, path) of every module that was seen to run."""
         self._activations: dict[int, StorageWeakRef] = {}
         """Storages that hold what recorded modules gave: not data when passed to another."""
+        self._begin_call: Callable[..., Any] = self._begin
+        self._end_call: Callable[..., None] = self._record_outputs
+        if native is not None:
+            self._begin_call = functools.partial(native.begin_call, self)
+            self._end_call = functools.partial(native.end_call, self)
 
     def install(self) -> None:
         """Wrap `torch.nn.Module.__call__`."""
@@ -229,7 +236,7 @@ class ModuleHooks:
         if passes_on or repeats:  # the module that bears the name is called next, or it is a compiled one's own inside
             return original(module, *args, **kwargs)
         builder = self._recorder.current
-        begun = self._begin(builder, module, name, args, kwargs, recomputes)
+        begun = self._begin_call(builder, module, name, args, kwargs, recomputes)
         if begun is None:
             return original(module, *args, **kwargs)
         call, arguments = begun
@@ -238,12 +245,12 @@ class ModuleHooks:
             result = original(module, *args, **kwargs)
         except BaseException:
             if recomputes:  # checkpointing stops a recompute so, once it has what it needs
-                builder.recomputed.setdefault((call.root, call.path), []).extend(call.known())
+                self._note_recomputed(builder, call)
             raise
         finally:
             stack.pop()
             call.last_node = next_node()
-        self._record_outputs(builder, call, arguments, result)
+        self._end_call(builder, call, arguments, result)
         return result
 
     @paused
@@ -313,13 +320,16 @@ class ModuleHooks:
                     self._recorder.gradients.track_output(builder, call, slot, tensor)
             above.children += call.outputs
             if call.phase is Phase.RECOMPUTE:
-                builder.recomputed.setdefault((call.root, call.path), []).extend(call.known())
+                self._note_recomputed(builder, call)
         if call.parent is None and call.phase is Phase.FORWARD:
             given = {storage for _, tensor in arguments if (storage := storage_id(tensor)) is not None}
             for _, tensor in outputs:
                 storage = storage_id(tensor)
                 if storage is not None and storage not in given:
                     self._activations[storage] = StorageWeakRef(tensor.untyped_storage())
+
+    def _note_recomputed(self, builder: StepBuilder, call: Call) -> None:
+        builder.recomputed.setdefault((call.root, call.path), []).extend(call.known())
 
     def _is_activation(self, tensor: torch.Tensor) -> bool:
         storage = storage_id(tensor)
@@ -329,3 +339,14 @@ class ModuleHooks:
     def forget(self) -> None:
         """Drop the activations that are gone; called at the end of a step."""
         self._activations = {key: held for key, held in self._activations.items() if not held.expired()}
+
+
+if native is not None:
+    native.configure(
+        call_type=Call,
+        class_name=class_name,
+        forward_phase=Phase.FORWARD,
+        named_tensors=named_tensors,
+        next_node=next_node,
+        recompute_phase=Phase.RECOMPUTE,
+    )

@@ -570,7 +570,7 @@ class _Alone(dict[int, tuple[int]]):
 
 _alone = _Alone()
 if native is not None:
-    native.configure(alone=_alone, digest_error=DigestError)
+    native.configure(alone=_alone, digest_error=DigestError, remembered_type=_Remembered)
 
 
 def version_of(tensor: torch.Tensor) -> int:

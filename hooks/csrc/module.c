@@ -9,7 +9,7 @@
 #include "native.h"
 
 /* As `native.INTERFACE`: one more with every change of what the two halves expect of each other. */
-#define INTERFACE 3
+#define INTERFACE 4
 
 #include "xxh3.h"
 
@@ -99,6 +99,8 @@ static PyMethodDef methods[] = {
      "Wait until the int64 at an address has reached a number, the interpreter's lock let go; say whether it has."},
     {"submit_tensors", submit_tensors, METH_VARARGS,
      "As `DeviceDigester._submit` for up to FEW_TENSORS tensors in one launch; None where the Python has to."},
+    {"begin_call", FAST(begin_call), "As `ModuleHooks._begin`."},
+    {"end_call", FAST(end_call), "As `ModuleHooks._record_outputs`."},
     {"record_node", FAST(record_node), "As `_Outputs.__call__`, which hands itself over."},
     {"record_accumulated", FAST(record_accumulated), "As `GradientHooks._accumulated`."},
     {"run_operation", FAST(run_operation), "As `OpHooks._run`."},

@@ -10,6 +10,7 @@
     NAME(__enter__)                                                                                                    \
     NAME(__exit__)                                                                                                     \
     NAME(_address)                                                                                                     \
+    NAME(_base)                                                                                                        \
     NAME(_begin)                                                                                                       \
     NAME(_capacity)                                                                                                    \
     NAME(_capture)                                                                                                     \
@@ -17,6 +18,7 @@
     NAME(_counts)                                                                                                      \
     NAME(_digesters)                                                                                                   \
     NAME(_end)                                                                                                         \
+    NAME(_enter)                                                                                                       \
     NAME(_executions)                                                                                                  \
     NAME(_facts)                                                                                                       \
     NAME(_filling)                                                                                                     \
@@ -27,6 +29,7 @@
     NAME(_head)                                                                                                        \
     NAME(_hooks)                                                                                                       \
     NAME(_index)                                                                                                       \
+    NAME(_is_view)                                                                                                     \
     NAME(_kinds)                                                                                                       \
     NAME(_known)                                                                                                       \
     NAME(_last)                                                                                                        \
@@ -38,13 +41,18 @@
     NAME(_memory)                                                                                                      \
     NAME(_memory_of)                                                                                                   \
     NAME(_node)                                                                                                        \
+    NAME(_note_recomputed)                                                                                             \
     NAME(_num_modules)                                                                                                 \
     NAME(_num_tickets)                                                                                                 \
     NAME(_others)                                                                                                      \
     NAME(_owed)                                                                                                        \
     NAME(_places)                                                                                                      \
+    NAME(_received)                                                                                                    \
+    NAME(_record_inputs)                                                                                               \
+    NAME(_record_outputs)                                                                                              \
     NAME(_record_scalars)                                                                                              \
     NAME(_recorder)                                                                                                    \
+    NAME(_remembered)                                                                                                  \
     NAME(_ring)                                                                                                        \
     NAME(_run)                                                                                                         \
     NAME(_scalars)                                                                                                     \
@@ -59,12 +67,15 @@
     NAME(_trace)                                                                                                       \
     NAME(_used)                                                                                                        \
     NAME(_values)                                                                                                      \
+    NAME(_version)                                                                                                     \
     NAME(_weak_ref)                                                                                                    \
     NAME(acquire)                                                                                                      \
+    NAME(add)                                                                                                          \
     NAME(add_all_computed)                                                                                             \
     NAME(add_computed)                                                                                                 \
     NAME(add_tensor)                                                                                                   \
     NAME(builder)                                                                                                      \
+    NAME(called)                                                                                                       \
     NAME(calls)                                                                                                        \
     NAME(children)                                                                                                     \
     NAME(consumers)                                                                                                    \
@@ -79,13 +90,16 @@
     NAME(events)                                                                                                       \
     NAME(execution)                                                                                                    \
     NAME(first)                                                                                                        \
+    NAME(first_node)                                                                                                   \
     NAME(firsts)                                                                                                       \
     NAME(flush)                                                                                                        \
     NAME(flying)                                                                                                       \
     NAME(gathered)                                                                                                     \
+    NAME(get)                                                                                                          \
     NAME(get_device)                                                                                                   \
     NAME(grad)                                                                                                         \
     NAME(grad_)                                                                                                        \
+    NAME(grad_fn)                                                                                                      \
     NAME(gradients)                                                                                                    \
     NAME(group)                                                                                                        \
     NAME(group_of)                                                                                                     \
@@ -99,12 +113,14 @@
     NAME(is_cuda)                                                                                                      \
     NAME(is_eval)                                                                                                      \
     NAME(is_fresh)                                                                                                     \
+    NAME(is_inference)                                                                                                 \
     NAME(is_kept)                                                                                                      \
     NAME(is_meta)                                                                                                      \
     NAME(is_neg)                                                                                                       \
     NAME(is_nested)                                                                                                    \
     NAME(items)                                                                                                        \
     NAME(itemsize)                                                                                                     \
+    NAME(key)                                                                                                          \
     NAME(kinds)                                                                                                        \
     NAME(layout)                                                                                                       \
     NAME(leaves)                                                                                                       \
@@ -116,16 +132,23 @@
     NAME(nbytes)                                                                                                       \
     NAME(note_write)                                                                                                   \
     NAME(number)                                                                                                       \
+    NAME(occurrence)                                                                                                   \
     NAME(op)                                                                                                           \
     NAME(out)                                                                                                          \
+    NAME(output_nr)                                                                                                    \
     NAME(outputs)                                                                                                      \
     NAME(owners)                                                                                                       \
     NAME(parameter_name)                                                                                               \
+    NAME(parent)                                                                                                       \
     NAME(path)                                                                                                         \
+    NAME(phase)                                                                                                        \
+    NAME(producer)                                                                                                     \
     NAME(received)                                                                                                     \
     NAME(recomputed)                                                                                                   \
     NAME(record)                                                                                                       \
+    NAME(register_prehook)                                                                                             \
     NAME(release)                                                                                                      \
+    NAME(requires_grad)                                                                                                \
     NAME(reserve)                                                                                                      \
     NAME(root)                                                                                                         \
     NAME(scalars)                                                                                                      \
@@ -138,12 +161,15 @@
     NAME(step)                                                                                                         \
     NAME(storage_offset)                                                                                               \
     NAME(stride)                                                                                                       \
+    NAME(thread)                                                                                                       \
     NAME(tickets)                                                                                                      \
     NAME(top)                                                                                                          \
     NAME(trace)                                                                                                        \
     NAME(tracked)                                                                                                      \
     NAME(untyped_storage)                                                                                              \
     NAME(values)                                                                                                       \
+    NAME(version)                                                                                                      \
+    NAME(views)                                                                                                        \
     NAME(writers)
 
 /* Objects that `configure` is given, by name: first those that a tensor's digest takes. */
@@ -160,14 +186,22 @@
     NEED(attribute_types)                                                                                              \
     NEED(backward_phase)                                                                                               \
     NEED(blame)                                                                                                        \
+    NEED(call_type)                                                                                                    \
+    NEED(class_name)                                                                                                   \
     NEED(current_node)                                                                                                 \
+    NEED(forward_phase)                                                                                                \
     NEED(graph_task)                                                                                                   \
     NEED(is_distributed)                                                                                               \
     NEED(is_expired)                                                                                                   \
     NEED(loaded_modules)                                                                                               \
     NEED(local_depth)                                                                                                  \
     NEED(member_names)                                                                                                 \
+    NEED(named_tensors)                                                                                                \
+    NEED(next_node)                                                                                                    \
     NEED(no_function)                                                                                                  \
+    NEED(outputs_type)                                                                                                 \
+    NEED(recompute_phase)                                                                                              \
+    NEED(remembered_type)                                                                                              \
     NEED(set_eval_frame)                                                                                               \
     NEED(tell_error)
 
@@ -261,6 +295,9 @@ int add_on_device(PyObject *builder, Py_ssize_t count, PyObject *const *sites, P
 /* Return the tuple that stood for an equal one before, as `Known.same`. */
 PyObject *same(PyObject *builder, PyObject *value);
 
+/* Open a computation that is described already, as `StepBuilder.open_group`; return its number. */
+PyObject *append_group(PyObject *builder, PyObject *group);
+
 /* Record a tensor as it is now, as `StepBuilder.add_tensor`; return its events, a tuple. `inputs` is one. */
 PyObject *add_events(PyObject *builder, PyObject *site, PyObject *tensor, PyObject *group, PyObject *inputs);
 
@@ -291,6 +328,8 @@ PyObject *receive_leaves(PyObject *module, PyObject *args);
 PyObject *wait_for_number(PyObject *module, PyObject *args);
 PyObject *submit_tensors(PyObject *module, PyObject *args);
 PyObject *add_tensor(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
+PyObject *begin_call(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
+PyObject *end_call(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 PyObject *record_node(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 PyObject *record_accumulated(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 

@@ -673,8 +673,8 @@ end:
 static PyObject *open_group(PyObject *builder, PyObject *sites, PyObject *facts, PyObject *where)
 {
     PyObject *name = PyTuple_GET_ITEM(facts, FACTS_NAME), *parent = PyTuple_GET_ITEM(where, WHERE_PARENT);
-    PyObject *node = PyTuple_GET_ITEM(where, WHERE_NODE), *number = NULL, *known_node = NULL, *record = NULL;
-    PyObject *groups = NULL, *group = PyObject_GetAttr(sites, name__group);
+    PyObject *node = PyTuple_GET_ITEM(where, WHERE_NODE), *number = NULL, *known_node = NULL;
+    PyObject *group = PyObject_GetAttr(sites, name__group);
     if (group == NULL || (known_node = PyObject_GetAttr(sites, name__node)) == NULL)
         goto end;
     int is_same = group != Py_None;
@@ -694,18 +694,10 @@ static PyObject *open_group(PyObject *builder, PyObject *sites, PyObject *facts,
         if (group == NULL)
             goto end;
     }
-    if ((record = PyObject_GetAttr(builder, name_record)) == NULL ||
-        (groups = PyObject_GetAttr(record, name_groups)) == NULL)
-        goto end;
-    if (!PyList_Check(groups))
-        PyErr_SetString(PyExc_TypeError, "a step's groups are a list");
-    else if (PyList_Append(groups, group) == 0)
-        number = PyLong_FromSsize_t(PyList_GET_SIZE(groups) - 1);
+    number = append_group(builder, group);
 end:
     Py_XDECREF(group);
     Py_XDECREF(known_node);
-    Py_XDECREF(record);
-    Py_XDECREF(groups);
     return number;
 }
 

@@ -41,6 +41,19 @@ end:
     return sites;
 }
 
+PyObject *append_group(PyObject *builder, PyObject *group)
+{
+    PyObject *record = PyObject_GetAttr(builder, name_record), *number = NULL;
+    PyObject *groups = record != NULL ? PyObject_GetAttr(record, name_groups) : NULL;
+    if (groups != NULL && !PyList_Check(groups))
+        PyErr_SetString(PyExc_TypeError, "a step's groups are a list");
+    else if (groups != NULL && PyList_Append(groups, group) == 0)
+        number = PyLong_FromSsize_t(PyList_GET_SIZE(groups) - 1);
+    Py_XDECREF(record);
+    Py_XDECREF(groups);
+    return number;
+}
+
 PyObject *same(PyObject *builder, PyObject *value)
 {
     if (PyTuple_GET_SIZE(value) > MAX_MEMBERS)
