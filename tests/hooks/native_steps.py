@@ -1,4 +1,4 @@
-"""Record many steps at level `op` in a process of its own: `python -m tests.hooks.native_steps` prints what they keep.
+"""Record many steps in a process of its own: `python -m tests.hooks.native_steps LEVEL` prints what they keep.
 
 A line of JSON: how many allocated blocks, objects of the garbage collector, and references to things that every step
 refers to there are after 350 steps more than after 150.
@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from bitcheck.events import Level, StepColumns
+from bitcheck.events import Level, Phase, StepColumns
 from bitcheck.hooks.recorder import Recorder
 from tests.hooks.programs import mlp
 
@@ -30,12 +30,12 @@ class Nowhere:
         """Have nothing to close."""
 
 
-def kept() -> list[int]:
+def kept(level: Level) -> list[int]:
     """Return what 200 steps leave behind."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)  # AdamW's numbers are new in each step, and are kept
     x = torch.randn(6, 8)
-    recorder = Recorder(Nowhere, level=Level.OP)
+    recorder = Recorder(Nowhere, level=level)
     recorder.start(model, search_optimizers=True)
 
     def steps(count: int) -> list[int]:
@@ -48,7 +48,8 @@ def kept() -> list[int]:
         recorder.step()
         recorder.drain()
         gc.collect()
-        shared = (None, True, False, (), 0, 1, "", torch.float32, torch.strided, *recorder.ops._facts.values())  # type: ignore[union-attr]
+        facts = recorder.ops._facts.values() if recorder.ops is not None else ()
+        shared = (None, True, False, (), 0, 1, "", torch.float32, torch.strided, *Phase, *facts)
         return [sys.getallocatedblocks(), len(gc.get_objects()), *map(sys.getrefcount, shared)]
 
     steps(150)  # until all that is kept for the next step is there
@@ -58,4 +59,4 @@ def kept() -> list[int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(kept()))
+    print(json.dumps(kept(Level(sys.argv[1]))))

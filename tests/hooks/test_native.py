@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bitcheck
 from bitcheck.errors import RecordingError
 from bitcheck.events import Phase, Site, StepColumns, StepKind
-from bitcheck.hooks import dynamo, gradients, ops, steps, storages, tensors
+from bitcheck.hooks import dynamo, gradients, modules, ops, steps, storages, tensors
 from bitcheck.hooks.kernels import layout
 from bitcheck.hooks.naming import Registry
 from bitcheck.hooks.native import native
@@ -510,6 +510,7 @@ PIECES: dict[str, tuple[Any, str]] = {
     "end, the Python's": (ops.OpHooks, "_end"),
     "end, new memory": (ops.OpHooks, "_memory_of"),
     "end, memory that was handed out": (storages.Memory, "note_write"),
+    "a call, what goes into it": (modules.ModuleHooks, "_record_inputs"),
     "a gradient, whose it is": (Registry, "parameter_name"),
     "a gradient, its computation": (gradients.GradientHooks, "_group"),
 }
@@ -692,8 +693,9 @@ def test_columns_take_one_reference_of_each() -> None:
     assert portable.to_record() == record.to_record()
 
 
-def test_hundreds_of_recorded_steps_keep_nothing() -> None:
-    command = [sys.executable, "-m", "tests.hooks.native_steps"]
+@pytest.mark.parametrize("level", ["module", "op"])
+def test_hundreds_of_recorded_steps_keep_nothing(level: str) -> None:
+    command = [sys.executable, "-m", "tests.hooks.native_steps", level]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
