@@ -269,6 +269,9 @@ Py_ssize_t add_event(PyObject *record, PyObject *site, PyObject *kind, PyObject 
  * should lie: an entry of `plain_kinds`; NULL for any other tensor, or with an error set. */
 PyObject *plain_kind(PyObject *tensor, PyObject *is_there);
 
+/* Return what identifies a tensor's storage, as `tensors.storage_id`: a new reference, None for a tensor without one. */
+PyObject *storage_of(PyObject *tensor);
+
 /* Return the digest of a tensor whose leaf digests are known. */
 PyObject *digest_leaves(PyObject *header, const uint8_t *leaves, Py_ssize_t leaves_bytes);
 
@@ -294,6 +297,9 @@ int add_on_device(PyObject *builder, Py_ssize_t count, PyObject *const *sites, P
 
 /* Return the tuple that stood for an equal one before, as `Known.same`. */
 PyObject *same(PyObject *builder, PyObject *value);
+
+/* Whether no collective still writes any of some tensors, as `StepBuilder._has_landed`: 1, 0, or -1 with an error set. */
+int have_landed(PyObject *builder, Py_ssize_t count, PyObject *const *tensors);
 
 /* Open a computation that is described already, as `StepBuilder.open_group`; return its number. */
 PyObject *append_group(PyObject *builder, PyObject *group);

@@ -331,28 +331,13 @@ static int sort_arguments(PyObject *facts, PyObject *args, PyObject *kwargs, PyO
     return sorted;
 }
 
-/* As `tensors.storage_id`: a new reference, None for a tensor that has no storage of its own. */
-static PyObject *storage_of(PyObject *tensor)
-{
-    PyObject *storage = PyObject_CallMethodNoArgs(tensor, name_untyped_storage), *number = NULL;
-    if (storage != NULL) {
-        number = PyObject_GetAttr(storage, name__cdata);
-        Py_DECREF(storage);
-    }
-    if (number == NULL && (PyErr_ExceptionMatches(PyExc_RuntimeError) || PyErr_ExceptionMatches(PyExc_NotImplementedError))) {
-        PyErr_Clear();
-        return Py_NewRef(Py_None);
-    }
-    return number;
-}
-
 /* Add an event for each tensor, as `StepBuilder.add_all_computed`; return a list of the events of each. */
 static PyObject *add_computed(PyObject *builder, PyObject *sites, PyObject *tensors, PyObject *group, PyObject *sources)
 {
     Py_ssize_t count = PyList_GET_SIZE(tensors);
-    PyObject *added = NULL, *record = NULL, *flying = PyObject_GetAttr(builder, name_flying);
-    int is_elsewhere = flying == NULL ? -1 : PyObject_IsTrue(flying), is_on_device = 0;
-    Py_XDECREF(flying);
+    PyObject *added = NULL, *record = NULL;
+    int has_landed_all = have_landed(builder, count, PySequence_Fast_ITEMS(tensors)), is_on_device = 0;
+    int is_elsewhere = has_landed_all < 0 ? -1 : !has_landed_all;
     if (is_elsewhere == 0 && count > 0)
         is_elsewhere = is_on_device = has(PyList_GET_ITEM(tensors, 0), name_is_cuda);
     if (is_elsewhere < 0)

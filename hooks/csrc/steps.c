@@ -142,14 +142,30 @@ end:
     return found;
 }
 
-/* Whether a tensor may be recorded as it is: the step is kept, no collective is still writing one, and no memory is known
- * to hold what it held by chance. -1 with an error set. */
-static int is_at_hand(PyObject *builder)
+int have_landed(PyObject *builder, Py_ssize_t count, PyObject *const *tensors)
 {
-    int is_kept = has(builder, name_is_kept), is_otherwise = is_kept == 1 ? has(builder, name_flying) : 0;
-    if (is_kept == 1 && is_otherwise == 0)
-        is_otherwise = has(builder, name_in_part);
-    return is_kept < 0 || is_otherwise < 0 ? -1 : is_kept && !is_otherwise;
+    PyObject *flying = PyObject_GetAttr(builder, name_flying);
+    int is_any = flying != NULL ? PyObject_IsTrue(flying) : -1, landed = is_any < 0 ? -1 : 1;
+    for (Py_ssize_t index = 0; is_any == 1 && landed == 1 && index < count; index++) {
+        PyObject *storage = storage_of(tensors[index]);
+        int is_flying = storage != NULL ? PySequence_Contains(flying, storage) : -1;
+        landed = is_flying < 0 ? -1 : !is_flying;
+        Py_XDECREF(storage);
+    }
+    Py_XDECREF(flying);
+    return landed;
+}
+
+/* Whether a tensor may be recorded as it is: the step is kept, no collective still writes it, and no memory is known to
+ * hold what it held by chance. -1 with an error set. */
+static int is_at_hand(PyObject *builder, PyObject *tensor)
+{
+    int is_so = has(builder, name_is_kept);
+    if (is_so == 1) {
+        int is_in_part = has(builder, name_in_part);
+        is_so = is_in_part < 0 ? -1 : !is_in_part;
+    }
+    return is_so == 1 ? have_landed(builder, 1, &tensor) : is_so;
 }
 
 /* Return what a tensor was computed from, those included that last wrote its memory, as `StepBuilder._with_writers`. */
@@ -184,7 +200,7 @@ static PyObject *with_writers(PyObject *builder, PyObject *tensor, PyObject *inp
 
 static PyObject *add_at_hand(PyObject *builder, PyObject *site, PyObject *tensor, PyObject *group, PyObject *inputs)
 {
-    int is_so = is_tensor(tensor) ? is_at_hand(builder) : 0, is_on_device = is_so == 1 ? has(tensor, name_is_cuda) : 0;
+    int is_so = is_tensor(tensor) ? is_at_hand(builder, tensor) : 0, is_on_device = is_so == 1 ? has(tensor, name_is_cuda) : 0;
     if (is_so < 0 || is_on_device < 0)
         return NULL;
     if (is_so == 0)

@@ -129,6 +129,20 @@ static int read_strides(PyObject *tensor, PyObject *shape, Plain *plain)
     return found;
 }
 
+PyObject *storage_of(PyObject *tensor)
+{
+    PyObject *storage = PyObject_CallMethodNoArgs(tensor, name_untyped_storage), *number = NULL;
+    if (storage != NULL) {
+        number = PyObject_GetAttr(storage, name__cdata);
+        Py_DECREF(storage);
+    }
+    if (number == NULL && (PyErr_ExceptionMatches(PyExc_RuntimeError) || PyErr_ExceptionMatches(PyExc_NotImplementedError))) {
+        PyErr_Clear();
+        return Py_NewRef(Py_None);
+    }
+    return number;
+}
+
 /* Return what is known of a tensor that is no more than its elements, `is_there` its property of the device where it
  * should lie: an entry of the table of kinds; NULL for any other tensor, or with an error set. */
 PyObject *plain_kind(PyObject *tensor, PyObject *is_there)

@@ -424,6 +424,31 @@ def test_a_number_is_waited_for_and_no_longer_than_asked() -> None:
         native.wait_for_number(0, 1, 2**31, 1e-5, 1.0)
 
 
+# --- a tensor to an event
+
+
+def test_what_a_collective_still_writes_is_left_to_the_python_and_nothing_else() -> None:
+    builder = StepBuilder(0, StepKind.STEP, True, steps.Digesters(lambda: None, lambda land: None))
+    site = Site(Phase.FORWARD, "Net", "a", "out", 0, False)
+    written, other = torch.ones(6), torch.ones(6)
+    builder.flying = {tensors.storage_id(written): None}  # type: ignore[dict-item]
+    for tensor in (written, written[2:], written.view(2, 3).t()):
+        assert native.add_tensor(builder, site, tensor, -1, ()) is None
+    assert native.add_tensor(builder, site, other, -1, ()) == (0,)
+    assert builder.record.digests == [tensors.digest_tensor(other)[0]]
+    builder.flying = {}
+    assert native.add_tensor(builder, site, written, -1, (0,)) == (1,)
+
+
+def test_a_step_that_is_not_kept_and_memory_written_in_part_are_left_to_the_python() -> None:
+    site = Site(Phase.FORWARD, "Net", "a", "out", 0, False)
+    for is_kept, in_part in ((False, {}), (True, {1: None})):
+        builder = StepBuilder(0, StepKind.STEP, is_kept, steps.Digesters(lambda: None, lambda land: None))
+        builder.in_part = in_part  # type: ignore[assignment]
+        assert native.add_tensor(builder, site, torch.ones(3), -1, ()) is None
+        assert not len(builder.record)
+
+
 # --- whole recordings
 
 
