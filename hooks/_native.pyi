@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
 from bitcheck.events import Kind, Site, StepColumns
 from bitcheck.hooks.device_digest import DeviceDigester
 from bitcheck.hooks.fresh import Shadow
-from bitcheck.hooks.gradients import GradientHooks, Tracked, _Outputs
+from bitcheck.hooks.gradients import GradientHooks, Tracked, _Outputs, _Owners, _Trace
 from bitcheck.hooks.modules import ModuleHooks
 from bitcheck.hooks.naming import ModuleName
 from bitcheck.hooks.op_schema import OpFacts
@@ -100,6 +101,9 @@ def record_node(outputs: _Outputs, gradients: tuple[torch.Tensor | None, ...]) -
 
 def record_accumulated(hooks: GradientHooks, tracked: Tracked, parameter: torch.Tensor) -> None:
     """As `GradientHooks._accumulated`."""
+
+def plan_nodes(hooks: GradientHooks, builder: StepBuilder, trace: _Trace, owner_of: _Owners, stack: list[Node]) -> None:
+    """As `GradientHooks._plan_nodes`."""
 
 def run_operation(hooks: OpHooks, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """As `OpHooks._run`."""

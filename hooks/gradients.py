@@ -300,10 +300,16 @@ class GradientHooks:
 
     def _plan(self, builder: StepBuilder, roots: list[torch.Tensor]) -> None:
         thread = threading.get_ident()
+        trace = self._enter(builder)
+        owner_of = self.owners = _Owners([call for call in builder.calls if call.thread == thread])
+        _plan_nodes(self, builder, trace, owner_of, [root.grad_fn for root in roots if root.grad_fn is not None])
+
+    def _plan_nodes(
+        self, builder: StepBuilder, trace: _Trace, owner_of: _Owners, stack: list[Node]
+    ) -> None:
         keys: dict[Node, int] = {}
         waits: dict[Node, int] = {}
         """Edges to a node that nothing came along yet."""
-        stack = [root.grad_fn for root in roots if root.grad_fn is not None]
         while stack:
             node = stack.pop()
             if node in keys:
@@ -313,9 +319,7 @@ class GradientHooks:
                 if below is not None:
                     waits[below] = waits.get(below, 0) + 1
                     stack.append(below)
-        trace = self._enter(builder)
         self._catch_lost_views(trace, keys)
-        owner_of = self.owners = _Owners([call for call in builder.calls if call.thread == thread])
 
         arriving: dict[Node, list[_Arrival]] = {}
         ready = [node for node in keys if not waits.get(node)]
@@ -479,6 +483,7 @@ class GradientHooks:
 
 
 _record_accumulated = GradientHooks._accumulated if native is None else native.record_accumulated
+_plan_nodes = GradientHooks._plan_nodes if native is None else native.plan_nodes
 
 
 def _key_of(node: Node) -> int:
@@ -596,4 +601,11 @@ def _as_list(value: Any) -> list[torch.Tensor]:
 
 
 if native is not None:
-    native.configure(backward_phase=Phase.BACKWARD, blame=_blame, outputs_type=_Outputs)
+    native.configure(
+        backward_phase=Phase.BACKWARD,
+        blame=_blame,
+        outputs_type=_Outputs,
+        passed=_passed,
+        settle=_settle,
+        worded=_worded,
+    )

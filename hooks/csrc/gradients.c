@@ -1,9 +1,6 @@
 /* Gradients to events, as `gradients.GradientHooks.record`, for the hooks that autograd calls. */
 #include "native.h"
 
-/* The number in `Tracked.owners` that stands for code outside all modules: `gradients._OUTSIDE`. */
-#define OUTSIDE -1
-
 /* Return the module call that has a number in a trace, None for code outside all modules; NULL with an error set. */
 static PyObject *call_of(PyObject *calls, PyObject *number)
 {

@@ -103,6 +103,7 @@ static PyMethodDef methods[] = {
     {"end_call", FAST(end_call), "As `ModuleHooks._record_outputs`."},
     {"record_node", FAST(record_node), "As `_Outputs.__call__`, which hands itself over."},
     {"record_accumulated", FAST(record_accumulated), "As `GradientHooks._accumulated`."},
+    {"plan_nodes", FAST(plan_nodes), "As `GradientHooks._plan_nodes`."},
     {"run_operation", FAST(run_operation), "As `OpHooks._run`."},
     {"begin_operation", FAST(begin_operation), "As `OpHooks._begin`."},
     {"end_operation", FAST(end_operation), "As `OpHooks._end`."},

@@ -12,8 +12,10 @@
     NAME(_address)                                                                                                     \
     NAME(_base)                                                                                                        \
     NAME(_begin)                                                                                                       \
+    NAME(_calls)                                                                                                       \
     NAME(_capacity)                                                                                                    \
     NAME(_capture)                                                                                                     \
+    NAME(_catch_lost_views)                                                                                            \
     NAME(_cdata)                                                                                                       \
     NAME(_counts)                                                                                                      \
     NAME(_digesters)                                                                                                   \
@@ -46,6 +48,7 @@
     NAME(_num_tickets)                                                                                                 \
     NAME(_others)                                                                                                      \
     NAME(_owed)                                                                                                        \
+    NAME(_parameter)                                                                                                   \
     NAME(_places)                                                                                                      \
     NAME(_received)                                                                                                    \
     NAME(_record_inputs)                                                                                               \
@@ -63,6 +66,7 @@
     NAME(_shortcut)                                                                                                    \
     NAME(_site_of_unwritten)                                                                                           \
     NAME(_sources)                                                                                                     \
+    NAME(_starts)                                                                                                      \
     NAME(_tail)                                                                                                        \
     NAME(_trace)                                                                                                       \
     NAME(_used)                                                                                                        \
@@ -122,6 +126,7 @@
     NAME(itemsize)                                                                                                     \
     NAME(key)                                                                                                          \
     NAME(kinds)                                                                                                        \
+    NAME(last_node)                                                                                                    \
     NAME(layout)                                                                                                       \
     NAME(leaves)                                                                                                       \
     NAME(lock)                                                                                                         \
@@ -130,6 +135,7 @@
     NAME(modules)                                                                                                      \
     NAME(name)                                                                                                         \
     NAME(nbytes)                                                                                                       \
+    NAME(next_functions)                                                                                               \
     NAME(note_write)                                                                                                   \
     NAME(number)                                                                                                       \
     NAME(occurrence)                                                                                                   \
@@ -169,6 +175,7 @@
     NAME(untyped_storage)                                                                                              \
     NAME(values)                                                                                                       \
     NAME(version)                                                                                                      \
+    NAME(variable)                                                                                                     \
     NAME(views)                                                                                                        \
     NAME(writers)
 
@@ -202,8 +209,11 @@
     NEED(outputs_type)                                                                                                 \
     NEED(recompute_phase)                                                                                              \
     NEED(remembered_type)                                                                                              \
+    NEED(passed)                                                                                                       \
     NEED(set_eval_frame)                                                                                               \
-    NEED(tell_error)
+    NEED(settle)                                                                                                       \
+    NEED(tell_error)                                                                                                   \
+    NEED(worded)
 
 #define COUNT_NEED(NEED) NEED_##NEED,
 enum { NEEDS(COUNT_NEED) NUM_NEEDS };
@@ -295,6 +305,9 @@ PyObject *next_sites(PyObject *builder, PyObject *phase, PyObject *root, PyObjec
 int add_on_device(PyObject *builder, Py_ssize_t count, PyObject *const *sites, PyObject *const *tensors, PyObject *group,
                   PyObject *const *sources, PyObject **added);
 
+/* The number in `Tracked.owners` that stands for code outside all modules: `gradients._OUTSIDE`. */
+#define OUTSIDE (-1)
+
 /* Return the tuple that stood for an equal one before, as `Known.same`. */
 PyObject *same(PyObject *builder, PyObject *value);
 
@@ -338,5 +351,6 @@ PyObject *begin_call(PyObject *module, PyObject *const *args, Py_ssize_t num_arg
 PyObject *end_call(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 PyObject *record_node(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 PyObject *record_accumulated(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
+PyObject *plan_nodes(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 
 #endif
