@@ -304,9 +304,7 @@ class GradientHooks:
         owner_of = self.owners = _Owners([call for call in builder.calls if call.thread == thread])
         _plan_nodes(self, builder, trace, owner_of, [root.grad_fn for root in roots if root.grad_fn is not None])
 
-    def _plan_nodes(
-        self, builder: StepBuilder, trace: _Trace, owner_of: _Owners, stack: list[Node]
-    ) -> None:
+    def _plan_nodes(self, builder: StepBuilder, trace: _Trace, owner_of: _Owners, stack: list[Node]) -> None:
         keys: dict[Node, int] = {}
         waits: dict[Node, int] = {}
         """Edges to a node that nothing came along yet."""
@@ -606,6 +604,5 @@ if native is not None:
         blame=_blame,
         outputs_type=_Outputs,
         passed=_passed,
-        settle=_settle,
         worded=_worded,
     )

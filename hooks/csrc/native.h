@@ -211,7 +211,6 @@
     NEED(remembered_type)                                                                                              \
     NEED(passed)                                                                                                       \
     NEED(set_eval_frame)                                                                                               \
-    NEED(settle)                                                                                                       \
     NEED(tell_error)                                                                                                   \
     NEED(worded)
 

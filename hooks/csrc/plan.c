@@ -1,8 +1,8 @@
 /* The plan of a backward, as `GradientHooks._plan_nodes`: which gradients each gradient will be computed from, and by whom.
  *
  * Nodes and edges are rows of plain memory: Python's cyclic garbage collector is not set off by them, so what a node says of
- * the nodes below it is asked for once and kept, as numbers of rows. What is rare goes back to the Python: `_settle` for a
- * gradient that is not computed by one node alone, `_parameter`, `_catch_lost_views`. */
+ * the nodes below it is asked for once and kept, as numbers of rows. What is rare goes back to the
+ * Python: `_catch_lost_views`, and `_parameter`. */
 #include "native.h"
 
 #define ACCUMULATE "torch::autograd::AccumulateGrad"
@@ -252,25 +252,102 @@ static int settle_one(const Walk *walk, PyObject *tracked, const Edge *edge)
     return failed;
 }
 
-/* Have the Python write that down, of a gradient that comes along several edges, or of a root's, along none. */
-static int settle_others(const Walk *walk, PyObject *tracked, const NodeRow *row, long long index)
+/* Take down what comes along one edge: (the call that computes it, the names) in `computed`, the sources in `flowing`. */
+static int take_arrival(const Walk *walk, const Edge *edge, PyObject *computed, PyObject *flowing)
 {
-    PyObject *arriving = PyList_New(0), *done = NULL;
-    int failed = arriving == NULL ? -1 : 0;
-    for (Py_ssize_t at = row->first_arrival; !failed && at != NOWHERE; at = edge_at(walk, at)->next_arrival) {
-        const Edge *edge = edge_at(walk, at);
-        const NodeRow *from = node_at(walk, edge->from);
-        if (edge->index != index)
-            continue;
-        PyObject *arrival = Py_BuildValue("(LOOO)", edge->index, from->node, from->sources, from->names);
-        failed = arrival == NULL ? -1 : PyList_Append(arriving, arrival);
-        Py_XDECREF(arrival);
+    const NodeRow *from = node_at(walk, edge->from);
+    PyObject *call = find_owner(walk, from), *text = call != NULL ? PyObject_GetItem(worded, from->names) : NULL;
+    PyObject *pair = text != NULL ? PyTuple_Pack(2, call, text) : NULL;
+    int failed = pair == NULL ? -1 : PyDict_SetItem(computed, pair, Py_None);
+    for (Py_ssize_t place = 0; !failed && place < PyTuple_GET_SIZE(from->sources); place++)
+        failed = PyDict_SetItem(flowing, PyTuple_GET_ITEM(from->sources, place), Py_None);
+    Py_XDECREF(call);
+    Py_XDECREF(text);
+    Py_XDECREF(pair);
+    return failed;
+}
+
+/* Return (whether it is outside all modules, its first node, its place, itself, the names) of each call, in that order. */
+static PyObject *sort_computed(PyObject *computed)
+{
+    PyObject *order = PyList_New(0), *pair, *unused;
+    Py_ssize_t position = 0;
+    for (Py_ssize_t place = 0; order != NULL && PyDict_Next(computed, &position, &pair, &unused); place++) {
+        PyObject *call = PyTuple_GET_ITEM(pair, 0), *text = PyTuple_GET_ITEM(pair, 1);
+        PyObject *start = call != Py_None ? PyObject_GetAttr(call, name_first_node) : PyLong_FromLong(0);
+        PyObject *item = start != NULL ? Py_BuildValue("(iOnOO)", call == Py_None, start, place, call, text) : NULL;
+        if (item == NULL || PyList_Append(order, item) < 0)
+            Py_CLEAR(order);
+        Py_XDECREF(start);
+        Py_XDECREF(item);
     }
-    if (!failed)
-        done = PyObject_CallFunctionObjArgs(settle, tracked, arriving, walk->owner_of, walk->builder, NULL);
-    Py_XDECREF(arriving);
-    Py_XDECREF(done);
-    return done != NULL ? 0 : -1;
+    if (order != NULL && PyList_Sort(order) < 0)
+        Py_CLEAR(order);
+    return order;
+}
+
+/* Return a node's names as they are written beside those of other calls: with where that is. */
+static PyObject *place_names(PyObject *call, PyObject *text)
+{
+    PyObject *where = PyObject_GetAttr(call, name_path), *placed = NULL;
+    int is_any = where != NULL ? PyObject_IsTrue(where) : -1;
+    if (is_any == 0)
+        Py_SETREF(where, PyObject_GetAttr(call, name_root));
+    if (is_any >= 0 && where != NULL)
+        placed = PyUnicode_FromFormat("%S in %S", text, where);
+    Py_XDECREF(where);
+    return placed;
+}
+
+/* Write down the owners and the names of a gradient that several compute, or none; -1 with an error set. */
+static int write_owners(const Walk *walk, PyObject *tracked, PyObject *order)
+{
+    Py_ssize_t count = PyList_GET_SIZE(order), num_calls = 0;
+    PyObject *numbers = PyTuple_New(count), *named = PyDict_New(), *between = NULL, *op = NULL, *owners = NULL;
+    int failed = numbers == NULL || named == NULL ? -1 : 0;
+    for (Py_ssize_t place = 0; place < count; place++)
+        num_calls += PyTuple_GET_ITEM(PyList_GET_ITEM(order, place), 3) != Py_None;
+    for (Py_ssize_t place = 0; !failed && place < count; place++) {
+        PyObject *item = PyList_GET_ITEM(order, place), *call = PyTuple_GET_ITEM(item, 3), *text = PyTuple_GET_ITEM(item, 4);
+        PyObject *number = call != Py_None ? PyObject_GetAttr(call, name_number) : PyLong_FromLong(OUTSIDE);
+        PyObject *name = num_calls < 2 || call == Py_None ? Py_NewRef(text) : place_names(call, text);
+        failed = number == NULL || name == NULL ? -1 : PyDict_SetItem(named, name, Py_None);
+        Py_XDECREF(name);
+        if (number != NULL)
+            PyTuple_SET_ITEM(numbers, place, number);
+    }
+    if (!failed && (owners = same(walk->builder, numbers)) != NULL && (between = PyUnicode_FromString("; ")) != NULL &&
+        (op = PyUnicode_Join(between, named)) != NULL && PyObject_SetAttr(tracked, name_owners, owners) == 0)
+        failed = PyObject_SetAttr(tracked, name_op, op);
+    else
+        failed = -1;
+    Py_XDECREF(numbers);
+    Py_XDECREF(named);
+    Py_XDECREF(between);
+    Py_XDECREF(op);
+    Py_XDECREF(owners);
+    return failed;
+}
+
+/* Write that down of a gradient that comes along several edges, or of a root's, along none; -1 with an error set. */
+static int settle_several(const Walk *walk, PyObject *tracked, const NodeRow *row, long long index)
+{
+    PyObject *computed = PyDict_New(), *flowing = PyDict_New(), *own = NULL, *sources = NULL, *order = NULL;
+    int failed = computed == NULL || flowing == NULL ? -1 : 0;
+    for (Py_ssize_t at = row->first_arrival; !failed && at != NOWHERE; at = edge_at(walk, at)->next_arrival)
+        if (edge_at(walk, at)->index == index)
+            failed = take_arrival(walk, edge_at(walk, at), computed, flowing);
+    if (!failed && (own = PySequence_Tuple(flowing)) != NULL && (sources = same(walk->builder, own)) != NULL &&
+        PyObject_SetAttr(tracked, name_sources, sources) == 0 && (order = sort_computed(computed)) != NULL)
+        failed = write_owners(walk, tracked, order);
+    else
+        failed = -1;
+    Py_XDECREF(computed);
+    Py_XDECREF(flowing);
+    Py_XDECREF(own);
+    Py_XDECREF(sources);
+    Py_XDECREF(order);
+    return failed;
 }
 
 /* Write down by whom and from what the gradient is computed that comes to one output of a node; -1 with an error set. */
@@ -286,7 +363,7 @@ static int settle_output(const Walk *walk, PyObject *tracked, const NodeRow *row
             count++;
         }
     }
-    return count == 1 ? settle_one(walk, tracked, only) : settle_others(walk, tracked, row, index);
+    return count == 1 ? settle_one(walk, tracked, only) : settle_several(walk, tracked, row, index);
 }
 
 /* The same for one entry of `_Outputs.items()`, whose number is one of the sources of what the node passes on. */
