@@ -483,7 +483,8 @@ def test_the_python_alone_is_the_python_alone(tmp_path: Path) -> None:
         "assert steps._add_plain is steps.add_plain_portably\n"
         "from bitcheck.hooks import gradients\n"
         "assert gradients._record_node is gradients._Outputs.record\n"
-        "assert gradients._record_accumulated is gradients.GradientHooks._accumulated"
+        "assert gradients._record_accumulated is gradients.GradientHooks._accumulated\n"
+        "assert gradients._plan_nodes is gradients.GradientHooks._plan_nodes"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
 
@@ -504,6 +505,7 @@ def test_this_process_records_by_the_compiled_form() -> None:
     assert steps._add_plain is native.add_plain
     assert gradients._record_node is native.record_node
     assert gradients._record_accumulated is native.record_accumulated
+    assert gradients._plan_nodes is native.plan_nodes
     assert issubclass(storages.Memory, native.Memory)
 
 
@@ -538,6 +540,7 @@ PIECES: dict[str, tuple[Any, str]] = {
     "a call, what goes into it": (modules.ModuleHooks, "_record_inputs"),
     "a gradient, whose it is": (Registry, "parameter_name"),
     "a gradient, its computation": (gradients.GradientHooks, "_group"),
+    "a plan, a parameter": (gradients.GradientHooks, "_parameter"),
 }
 
 
@@ -889,6 +892,7 @@ calls = [
     lambda: native.plain_on_device(tensor),
     lambda: native.receive_leaves([], [], [], b"", {{}}, {{}}, 0),
     lambda: native.Memory(tensor),
+    lambda: native.plan_nodes(None, None, None, None, []),
     lambda: native.run_operation(None, None, (), (), {{}}),
     lambda: native.begin_operation(None, facts, (), {{}}),
     lambda: native.end_operation(None, facts, (None, None, 0, (), [], set(), None), None),
