@@ -35,7 +35,9 @@ class CudaQueue:
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._index: int = self.device.index
-        self._side: torch.cuda.Stream = torch.cuda.Stream(self._index)
+        # PyTorch hands out 32 streams of each priority again and again, and captures graphs on one of the common
+        # priority: ours must never be that one.
+        self._side: torch.cuda.Stream = torch.cuda.Stream(self._index, priority=-1)
         self._streams: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
         self._default = torch.cuda.default_stream(self._index)
         self._default_event = torch.cuda.Event()
