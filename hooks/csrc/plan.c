@@ -200,11 +200,10 @@ static int catch_lost_views(const Walk *walk)
     return done != NULL ? 0 : -1;
 }
 
-/* Return the innermost module call during which a node was made, None for code outside all modules, as `_Owners`. */
+/* Return the innermost module call during which a node was made, None for code outside all modules, as `_Owners`.
+ * A node of no sequence has a number beyond all calls', which is negative here: it was made outside of them as well. */
 static PyObject *find_owner(const Walk *walk, const NodeRow *row)
 {
-    if (row->number < 0) /* of no sequence: an unsigned number */
-        return PyObject_CallOneArg(walk->owner_of, row->node);
     Py_ssize_t low = 0, high = PyList_GET_SIZE(walk->starts);
     while (low < high) {
         Py_ssize_t middle = (low + high) / 2;

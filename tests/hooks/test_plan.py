@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bitcheck
+import bitcheck.hooks.recorder  # hands the compiled half all that it needs
 from bitcheck.events import Phase
 from bitcheck.hooks import gradients
 from bitcheck.hooks.gradients import GradientHooks, Tracked
@@ -363,9 +364,9 @@ def ladder(count: int) -> Graph:
     places = range(count)
     return {
         "names": [ACCUMULATE if at % 5 == 4 else NODE_NAMES[at % 7] for at in places],
-        "numbers": [2 * (count - at) for at in places],
+        "numbers": [1000 + 2 * (count - at) for at in places],  # Python makes them anew: a leak of one counts
         "edges": [[(at + step, at % 2) for step in (1, 2, 4) if at + step < count] for at in places],
-        "calls": [(start, 3 * count - start, start // 16 - 1) for start in range(0, 2 * count, 16)],
+        "calls": [(1000 + start, 3 * count - start, start // 16 - 1) for start in range(0, 2 * count, 16)],
         "followed": [(at, at % 3 % 2) for at in places if at % 3],
         "views": [],
         "roots": [0, 1],
@@ -395,7 +396,8 @@ def kept_after(function: Callable[[], Any], times: int, *counted: Any) -> list[i
 
 def test_plans_keep_nothing() -> None:
     hooks, builder, trace, owners, roots = build(ladder(60) | {"views": [(3, 2)]})
-    counted = [*roots, *(node for node, _ in roots[0].next_functions), *builder.calls, *trace.tracked, (), None]
+    counted = [*roots, *(node for node, _ in roots[0].next_functions), *builder.calls, *trace.tracked, trace]
+    counted += [*(call.last_node for call in builder.calls), (), None]
     kept = kept_after(lambda: native.plan_nodes(hooks, builder, trace, owners, roots), 300, *counted)
     assert max(map(abs, kept)) < 100, kept
     assert not any(kept[2:-2])
@@ -471,6 +473,11 @@ def test_a_plan_that_fails_keeps_nothing(part: str) -> None:
     kept = kept_after(plan, 200, *args[-1], *args[1].calls, *args[2].tracked)
     assert max(map(abs, kept)) < 100, kept
     assert not any(kept[2:])
+
+
+def test_a_name_that_is_no_string_is_refused_before_it_is_compared() -> None:
+    with pytest.raises(TypeError, match="a node's name is a string"):
+        native.plan_nodes(*broken("a name that is none"))
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
