@@ -370,13 +370,16 @@ end:
 PyObject *record_node(PyObject *module, PyObject *const *args, Py_ssize_t num_args)
 {
     Pause pause;
-    if (num_args != 2 || !PyTuple_Check(args[1])) {
+    if (num_args != 2) {
         PyErr_SetString(PyExc_TypeError, "record_node takes what is followed of a node and the gradients that reach it");
         return NULL;
     }
     if (!is_configured(0, NUM_NEEDS) || begin_pause(&pause) < 0)
         return NULL;
-    return end_pause(&pause, record_node_unseen(args[0], args[1]));
+    PyObject *gradients = PySequence_Tuple(args[1]); /* compiled autograd hands over a list */
+    PyObject *done = gradients != NULL ? record_node_unseen(args[0], gradients) : NULL;
+    Py_XDECREF(gradients);
+    return end_pause(&pause, done);
 }
 
 PyObject *record_accumulated(PyObject *module, PyObject *const *args, Py_ssize_t num_args)

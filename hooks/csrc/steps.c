@@ -183,7 +183,8 @@ static PyObject *with_writers(PyObject *builder, PyObject *tensor, PyObject *inp
     if (is_any == 0)
         sources = Py_NewRef(inputs);
     else if (is_any > 0 && (united = PyDict_New()) != NULL) {
-        PyObject *both = PySequence_Concat(inputs, wrote);
+        Py_SETREF(wrote, PySequence_Tuple(wrote));
+        PyObject *both = wrote != NULL ? PySequence_Concat(inputs, wrote) : NULL;
         int failed = both == NULL ? -1 : 0;
         for (Py_ssize_t index = 0; !failed && index < PyTuple_GET_SIZE(both); index++)
             failed = PyDict_SetItem(united, PyTuple_GET_ITEM(both, index), Py_None);

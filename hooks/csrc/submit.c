@@ -14,7 +14,8 @@ static void *pointer_of(PyObject *number)
     return (void *)(uintptr_t)PyLong_AsUnsignedLongLongMask(number);
 }
 
-/* The interpreter's lock is held: to let go of it is to wait for it, as long as a thread that writes has it. */
+/* The interpreter's lock is let go, as PyTorch's own launches do: where the device's queue is full the driver waits, and what
+ * the device waits for may be another thread's Python. */
 int launch(PyObject *shortcut, PyObject *kernel, unsigned x, unsigned y, unsigned long long stream, uint64_t *values)
 {
     void *parameters[MAX_PARAMETERS];
@@ -26,7 +27,11 @@ int launch(PyObject *shortcut, PyObject *kernel, unsigned x, unsigned y, unsigne
     unsigned shared = (unsigned)PyLong_AsUnsignedLongMask(PyTuple_GET_ITEM(kernel, KERNEL_SHARED));
     if (PyErr_Occurred())
         return -1;
-    return launch_kernel(function, x, y, 1, threads, 1, 1, shared, (void *)(uintptr_t)stream, parameters, NULL);
+    int answer;
+    Py_BEGIN_ALLOW_THREADS;
+    answer = launch_kernel(function, x, y, 1, threads, 1, 1, shared, (void *)(uintptr_t)stream, parameters, NULL);
+    Py_END_ALLOW_THREADS;
+    return answer;
 }
 
 static int is_shortcut(PyObject *shortcut)

@@ -3,6 +3,7 @@
 
 #if defined(__linux__)
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <unistd.h>
 
@@ -11,6 +12,8 @@
 static struct {
     void (*parallel)(void (*function)(void *), void *data, unsigned num_threads, unsigned flags);
     int (*max_threads)(void), (*num_threads)(void), (*thread_number)(void);
+    int (*pause)(int kind);
+    int is_used; /* since it was last paused */
     pid_t process; /* of which this was found out */
 } team;
 
@@ -44,6 +47,27 @@ static int is_forked(void)
     return (flags & PF_FORKNOEXEC) != 0;
 }
 
+/* Before a fork: let the other threads go, for the bare program may never have had any. A child that inherits the runtime's
+ * note of them waits for them for ever at its first parallel region. They come back when they are needed. */
+static void release_team(void)
+{
+    enum { OMP_PAUSE_SOFT = 1 };
+    if (team.is_used)
+        team.pause(OMP_PAUSE_SOFT);
+    team.is_used = 0;
+}
+
+/* Whether all functions are one library's: with the threads of one and their numbers by another pieces would be left undone. */
+static int is_one_library(void *const *functions, size_t count)
+{
+    Dl_info first, own;
+    for (size_t index = 0; index < count; index++)
+        if (functions[index] == NULL || !dladdr(functions[index], index ? &own : &first) ||
+            (index && own.dli_fbase != first.dli_fbase))
+            return 0;
+    return 1;
+}
+
 static void find_team(pid_t process)
 {
     team.process = process;
@@ -51,7 +75,13 @@ static void find_team(pid_t process)
     *(void **)&team.max_threads = dlsym(RTLD_DEFAULT, "omp_get_max_threads");
     *(void **)&team.num_threads = dlsym(RTLD_DEFAULT, "omp_get_num_threads");
     *(void **)&team.thread_number = dlsym(RTLD_DEFAULT, "omp_get_thread_num");
-    if (team.max_threads == NULL || team.num_threads == NULL || team.thread_number == NULL)
+    *(void **)&team.pause = dlsym(RTLD_DEFAULT, "omp_pause_resource_all");
+    static int is_registered;
+    if (team.parallel != NULL && team.pause != NULL && !is_registered)
+        is_registered = pthread_atfork(release_team, NULL, NULL) == 0;
+    void *functions[] = {*(void **)&team.parallel, *(void **)&team.max_threads, *(void **)&team.num_threads,
+                         *(void **)&team.thread_number, *(void **)&team.pause};
+    if (!is_registered || !is_one_library(functions, sizeof functions / sizeof *functions))
         team.parallel = NULL;
 }
 
@@ -80,6 +110,7 @@ void in_team(Work work, void *context, size_t count, size_t least)
             find_team(process);
         if (team.parallel != NULL && team.max_threads() > 1) {
             Task task = {work, context, count, least};
+            team.is_used = 1;
             team.parallel(take_part, &task, 0, 0);
             return;
         }

@@ -1,8 +1,4 @@
-"""How the compiled half launches a kernel: by CUDA's own driver, past Triton's launch and the interpreter's lock.
-
-Triton's launch lets go of the interpreter's lock, and gets it back when the thread that writes is done with it: beside
-one that does, a launch takes as long as that thread likes. Through the driver it takes what the driver takes.
-"""
+"""How the compiled half launches a kernel: by CUDA's own driver, past what Triton does in Python at every launch."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import xxhash
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bitcheck
@@ -373,6 +374,28 @@ def test_a_forked_child_waits_for_no_thread_of_its_parents(before: str) -> None:
     assert run_code(code, 2).split() == ["0"]
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_of_a_program_whose_only_threads_were_ours_runs_on() -> None:
+    code = IMPORTS + (
+        "native.digest_plain(large)\n"
+        "child = os.fork()\n"
+        "if not child: large.add_(1); os._exit(0)\n"
+        "import signal; signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL)); signal.alarm(20)\n"
+        "print(os.waitpid(child, 0)[1])\n"
+    )
+    assert run_code(code, 2).split() == ["0"]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("cc") is None, reason="needs LD_PRELOAD and a C compiler")
+def test_threads_that_another_library_numbers_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, library = tmp_path / "other.c", tmp_path / "other.so"
+    source.write_text("int omp_get_thread_num(void) { return 0; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    code = IMPORTS + "print(native.digest_plain(large) == digest_plain_portably(large))"
+    assert run_code(code, 2).split() == ["True"]
+
+
 # --- what a device's digester asks for: of the CPU's tensors it gives the same
 
 
@@ -634,6 +657,30 @@ def test_torchdynamo_is_put_back_as_it_was(tmp_path: Path) -> None:
         finally:
             dynamo.pause(before)
     assert x.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("level", ["module", "op"])
+def test_gradients_that_a_compiled_backward_hands_over_are_recorded(level: str, tmp_path: Path) -> None:
+    def losses() -> list[float]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        found = []
+        for _ in range(3):
+            loss = net(torch.ones(3, 4)).square().mean()
+            with compiled_autograd._enable(lambda graph: graph):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    bare = losses()
+    with bitcheck.record(tmp_path / "a", level=level):
+        assert losses() == bare
+    with open_run(tmp_path / "a") as run:
+        sites = [event.site for event in run.rank(0).load(1).to_record().events]
+    assert any(site.phase is Phase.BACKWARD and site.path == "1" and site.slot == "grad_in.0" for site in sites), sites
 
 
 def test_an_operation_that_fails_fails_as_in_the_bare_program(tmp_path: Path) -> None:
