@@ -336,9 +336,19 @@ def _gradient(first: Origin, where: str, findings: Findings) -> list[str]:
 
 def _collective(first: Origin, where: str, findings: Findings) -> list[str]:
     if first.phase == Phase.GRAD:
-        return [
+        own = first.ranks or (first.rank,)
+        found = (
             f"{_tensor(first)}, the gradient that the optimizer finds in {where}, differs, while every rank's own "
-            "gradients agree as they leave autograd: the reduction over ranks gave another result.",
+            "gradients agree as they leave autograd: "
+        )
+        if len(own) == findings.ranks:
+            return [f"{found}the reduction over ranks gave another result.", *_also(first)]
+        return [
+            f"{found}the reduction gave {format_ranks(own)} another result, or the program changed it there after the "
+            "reduction.",
+            "Where every rank holds the whole gradient a reduction gives all of them the same, so look first at what "
+            "the program does to `.grad` between backward and the optimizer; `bitcheck replicas` on the run with the "
+            "fault tells whether the ranks still agree.",
             *_also(first),
         ]
     op = f" ({first.op})" if first.op else ""

@@ -466,6 +466,14 @@ def test_a_reduction_that_differs_on_equal_gradients_is_one_collective() -> None
     assert first_of(answer) == ("collective", 1, 0, "grad/blocks.1.weight:grad")
     assert len(answer.origins) == 1
     assert answer.origins[0].ranks == (0, 1, 2)
+    assert "the reduction over ranks gave another result" in answer.explanation
+
+
+def test_a_gradient_that_one_rank_alone_finds_otherwise_may_have_been_changed_after_the_reduction() -> None:
+    answer = compare(num_ranks=3, faults=[(1, 1, "grad/blocks.1.weight:grad")])
+    assert first_of(answer) == ("collective", 1, 1, "grad/blocks.1.weight:grad")
+    assert "gave rank 1 another result, or the program changed it there after the reduction" in answer.explanation
+    assert "over ranks gave another result" not in answer.explanation
 
 
 def test_ranks_that_part_independently_are_each_an_origin() -> None:
