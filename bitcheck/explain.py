@@ -233,10 +233,17 @@ def _data(first: Origin, where: str, findings: Findings) -> list[str]:
 
 def _rng(first: Origin, where: str, findings: Findings) -> list[str]:
     generator = first.tensor.partition(":")[0]
-    sentences = [
-        f"The random number generator {generator} has another state at the start of {where}, and it is drawn from; "
-        "all tensors before that agree."
-    ]
+    slot = first.site.rpartition(":")[2].partition("#")[0]
+    if slot == "state":
+        sentences = [
+            f"The random number generator {generator} has another state at the start of {where}, and it is drawn from; "
+            "all tensors before that agree."
+        ]
+    else:  # level op: as an operation draws from it
+        sentences = [
+            f"The random number generator that {slot.removesuffix('.generator')} draws from has another state there, "
+            f"in {where}: {generator}, or one that the program passes as `generator=`. All tensors before that agree."
+        ]
     if first.also:
         sentences.append(f"So {_do(len(first.also))} {_listed(list(first.also))}.")
     if findings.first_tensor:

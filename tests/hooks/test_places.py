@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import bitcheck
+from bitcheck.diff import diff_runs
 from bitcheck.events import Phase
 from bitcheck.run import open_run
 
@@ -61,3 +62,19 @@ def test_a_backward_that_a_compiler_traces_is_no_backward_of_the_program(tmp_pat
             optimizer.step()
             optimizer.zero_grad()
     assert phases_of(tmp_path / "a", "aten.exp.default.self") == [Phase.FORWARD] * 3
+
+
+def test_a_generator_of_the_programs_own_is_not_told_to_be_another_at_the_start_of_the_step(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 2)):
+        torch.manual_seed(0)
+        net = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with bitcheck.record(tmp_path / name, net, optimizer, level="op"):
+            own = torch.Generator().manual_seed(seed)
+            (net(torch.ones(2, 3)) * torch.empty(2, 3).uniform_(generator=own)).sum().backward()
+            optimizer.step()
+    with open_run(tmp_path / "a") as baseline, open_run(tmp_path / "b") as candidate:
+        answer = diff_runs(baseline, candidate)
+    assert str(answer.origins[0].cause) == "rng"
+    assert "aten.uniform_.default draws from has another state there" in answer.explanation
+    assert "at the start of" not in answer.explanation
