@@ -38,6 +38,7 @@ from bitcheck.diff import diff_runs
 from bitcheck.events import Level, StepRecord
 from bitcheck.hooks.recorder import Recorder
 from bitcheck.memory import MemoryRun, MemoryStore
+from bitcheck.reference_runs.ranks import end_process_group
 
 PROGRAMS = "tests.hooks.parallel_programs"
 """The module that has the programs."""
@@ -324,7 +325,7 @@ def work(rank: int, folder: Path, numbers: list[int]) -> None:
             dist.barrier()
             (folder / f"{number}.{name}.{rank}").write_bytes(pickle.dumps(record(fault.program, fault, is_armed)))
     dist.barrier()
-    dist.destroy_process_group()
+    end_process_group()
 
 
 def load(folder: Path, name: str) -> tuple[MemoryRun, int]:

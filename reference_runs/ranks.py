@@ -11,6 +11,7 @@ model does; numbers that are counted on the host go by gloo.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -82,4 +83,16 @@ def process_group(degrees: Degrees, device: str = "cpu") -> Iterator[Ranks | Non
     try:
         yield Ranks(degrees, device)
     finally:
-        dist.destroy_process_group()
+        end_process_group()
+
+
+def end_process_group() -> None:
+    """Leave the other processes, after the last collective has let go of what it held.
+
+    A collective that began in a backward holds an object of Python's (PyTorch 2.13: the context that
+    `_engine_run_backward` notes), which gloo's thread gives back when the collective has ended, with the interpreter's
+    lock. Where the main thread, with that lock, waits for gloo's (`~ProcessGroupGloo`), both wait for ever; where the
+    interpreter ends first, the process aborts. The lock is free while this sleeps.
+    """
+    time.sleep(0.2)
+    dist.destroy_process_group()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import bitcheck
+from bitcheck.reference_runs.ranks import end_process_group
 from tests.hooks.parallel_programs import PROGRAMS, Program
 from tests.hooks.test_neutral import final_bits, seed
 
@@ -46,7 +47,7 @@ def work(rank: int, num_ranks: int, folder: Path, level: str, names: list[str]) 
         if "error" in found:
             os._exit(1)
     dist.barrier()
-    dist.destroy_process_group()
+    end_process_group()
 
 
 if __name__ == "__main__":

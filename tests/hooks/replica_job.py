@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import bitcheck
+from bitcheck.reference_runs.ranks import end_process_group
 
 STEPS, WIDTH = 4, 6
 Case = Callable[[], None]
@@ -278,7 +279,7 @@ def work(rank: int, num_ranks: int, folder: Path, level: str, names: list[str]) 
             (folder / f"{name}-{rank}.txt").write_text(traceback.format_exc())
             os._exit(1)
     dist.barrier()
-    dist.destroy_process_group()
+    end_process_group()
 
 
 if __name__ == "__main__":

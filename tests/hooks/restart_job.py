@@ -17,6 +17,7 @@ import torch.multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
 import bitcheck
+from bitcheck.reference_runs.ranks import end_process_group
 from tests.hooks.parallel_programs import WIDTH, Net, seeded
 
 NUM_RANKS, STEPS, RESUMED_AT = 3, 4, 2
@@ -79,7 +80,7 @@ def work(rank: int, folder: Path) -> None:
         with bitcheck.record(folder / way / "resumed", model, optimizer, start_step=RESUMED_AT, strict=True) as rec:
             train(model, optimizer, RESUMED_AT, rec)
     dist.barrier()
-    dist.destroy_process_group()
+    end_process_group()
 
 
 if __name__ == "__main__":

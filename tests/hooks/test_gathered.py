@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from bitcheck.answer import Verdict
@@ -17,6 +19,7 @@ from bitcheck.run import open_run
 from bitcheck.verify import verify_run
 
 PROGRAM = """
+import time
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,6 +35,7 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
 dist.barrier()
+time.sleep(0.2)  # as `end_process_group` of the reference trainer
 dist.destroy_process_group()
 """
 
@@ -50,8 +54,32 @@ def start_ranks(folder: Path, program: str, *command: str) -> list[subprocess.Po
     for rank in range(4):
         own = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank % 2), "HOST": str(rank // 2)}
         words = [word.format(host=rank // 2) for word in (*command, sys.executable, "program.py")]
-        processes.append(subprocess.Popen(words, cwd=folder, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        processes.append(start(folder, f"rank-{rank}", own, words))
     return processes
+
+
+def start(folder: Path, name: str, environment: dict[str, str], command: list[str]) -> subprocess.Popen[bytes]:
+    """Start a process that says what it says to a file."""
+    with (folder / f"{name}.said").open("wb") as said:
+        return subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT)
+
+
+def end_all(folder: Path, processes: list[subprocess.Popen[bytes]], timeout_s: float = 240) -> None:
+    """Wait until all have ended well. One that fails leaves others waiting for it: they are ended, all are heard."""
+    limit = time.monotonic() + timeout_s
+    statuses: list[int | None] = [None]
+    while None in statuses and not any(statuses) and time.monotonic() < limit:
+        time.sleep(0.1)
+        statuses = [process.poll() for process in processes]
+    for process in processes:  # a launcher ends its own processes first
+        process.terminate()
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        process.kill()
+        process.wait()
+    said = "".join(f"\n--- {path.stem}\n{path.read_text()[-3000:]}" for path in sorted(folder.glob("*.said")))
+    assert all(status == 0 for status in statuses), f"ended with {statuses}{said}"
 
 
 def check_gathered(folder: Path, parts: list[Path]) -> None:
@@ -66,9 +94,7 @@ def check_gathered(folder: Path, parts: list[Path]) -> None:
 
 def test_a_launcher_a_rank_records_into_a_folder_of_each_hosts_own(tmp_path: Path) -> None:
     run = (sys.executable, "-m", "bitcheck", "run", "-o", "host{host}", "--own-folder", "--")
-    for process in start_ranks(tmp_path, PROGRAM, *run):
-        told, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, told.decode()[-3000:]
+    end_all(tmp_path, start_ranks(tmp_path, PROGRAM, *run))
     check_gathered(tmp_path, [tmp_path / "host0", tmp_path / "host1"])
 
 
@@ -81,9 +107,7 @@ import bitcheck
 {before}
 with bitcheck.record("host" + os.environ["HOST"], own_folder=True, strict=True):
     {body}"""
-    for process in start_ranks(tmp_path, program):
-        told, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, told.decode()[-3000:]
+    end_all(tmp_path, start_ranks(tmp_path, program))
     check_gathered(tmp_path, [tmp_path / "host0", tmp_path / "host1"])
 
 
@@ -98,12 +122,8 @@ def launch(folder: Path, name: str) -> list[Path]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
         launcher += ["--node-rank", str(host), "--master-addr", "127.0.0.1", "--master-port", str(port)]
         command = [sys.executable, "-m", "bitcheck", "run", "-o", f"{name}-{host}", "--", *launcher, "program.py"]
-        hosts.append(
-            subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        )
-    for host in hosts:
-        told, _ = host.communicate(timeout=240)
-        assert host.returncode == 0, told.decode()[-3000:]
+        hosts.append(start(folder, f"host-{host}", environment, command))
+    end_all(folder, hosts)
     return [folder / f"{name}-{host}" for host in range(2)]
 
 

@@ -252,6 +252,7 @@ KILLED = """
         if sys.argv[1] == "cut" and dist.get_rank() == 1 and step == 3:
             active_recorder().drain()  # steps 0 to 2 are on the disk
             os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.2)  # as `end_process_group` of the reference trainer
     dist.destroy_process_group()
 """
 
@@ -319,5 +320,6 @@ IN_FLIGHT = """
                 save.join()
                 optimizer.step()
                 optimizer.zero_grad()
+    time.sleep(0.2)  # as `end_process_group` of the reference trainer
     dist.destroy_process_group()
 """
