@@ -4,9 +4,10 @@
      "first": {"step": 3, "rank": 0, "phase": "grad", "site": "grad/mid.weight:grad", ...},
      "origins": [...], "propagated": 14, "explanation": "...", "remedy": "...", ...}
 
-Keys beyond the schema: an origin has `cause`, and where they say something `also` (other outputs of
-the same computation that differ), `missing_in`, `baseline_value` and `candidate_value`, `line` and `ranks`;
-the answer has `notes` and `unobserved`. Place in the flow: diff -> *answer* -> report.
+Keys beyond the schema: a run has `unrecorded_processes` where more processes of a rank trained; an origin
+has `cause`, and where they say something `also` (other outputs of the same computation that differ),
+`missing_in`, `baseline_value` and `candidate_value`, `line` and `ranks`; the answer has `notes` and
+`unobserved`. Place in the flow: diff -> *answer* -> report.
 """
 
 from __future__ import annotations
@@ -122,10 +123,15 @@ class RunFacts:
     world_size: int
     level: str
     status: str
+    unrecorded: dict[int, int] = field(default_factory=dict)
+    """Rank -> how many processes trained beside the one that was recorded, where any did."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the facts as JSON data."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        """Return the facts as JSON data; `unrecorded_processes` only where there are any."""
+        facts = {name: getattr(self, name) for name in self.__slots__ if name != "unrecorded"}
+        if self.unrecorded:
+            facts["unrecorded_processes"] = {str(rank): count for rank, count in self.unrecorded.items()}
+        return facts
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from bitcheck.findings import Findings
 from bitcheck.naming import Naming
 from bitcheck.origins import OriginSearch
 from bitcheck.recompute import inconsistent_recomputes
+from bitcheck.run_document import note_unrecorded, unrecorded_processes
 from bitcheck.tables import Progress, Tables
 from bitcheck.views import RunView
 
@@ -114,6 +115,7 @@ class _Comparison:
         findings.environment = self._environment()
         findings.recomputes = self._check_recomputes()
         findings.unobserved = self._count_unobserved()
+        findings.unrecorded = ours.unrecorded, theirs.unrecorded
 
     def _find_obstacle(self) -> str | None:
         versions = [run.info.get("digest_version", 1) for run in (self.baseline, self.candidate)]
@@ -163,13 +165,13 @@ class _Comparison:
             propagated=0,
             explanation=explanation,
             remedy=remedy,
-            notes=self.alignment.remarks,
+            notes=(*self.alignment.remarks, *self._notes_of_runs()),
         )
 
     def _notes(self, findings: Findings, search: OriginSearch) -> list[str]:
         """What else a reader should know, a sentence each."""
         ours, theirs = self.baseline, self.candidate
-        notes = []
+        notes = self._notes_of_runs()
         if self.tables.levels_differ:
             notes.append(
                 f"The runs were recorded at levels {ours.level} and {theirs.level}; what both hold was compared."
@@ -209,6 +211,16 @@ class _Comparison:
                 for root in sorted(roots)
             )
         return notes
+
+    def _notes_of_runs(self) -> list[str]:
+        """What the runs themselves say of what went unrecorded, but for the processes, which their facts count."""
+        found: dict[str, list[str]] = {}
+        for name, run in (("baseline", self.baseline), ("candidate", self.candidate)):
+            counted_ones = {note_unrecorded(*entry) for entry in unrecorded_processes(run.info).items()}
+            for note in dict.fromkeys(run.info.get("notes") or ()):
+                if note not in counted_ones:
+                    found.setdefault(note, []).append(name)
+        return [f"{' and '.join(names)}: {note}" for note, names in found.items()]
 
     def _check_recomputes(self) -> dict[str, list[str]]:
         """Modules whose recompute differs from their forward within a run -> names of those runs."""
@@ -274,4 +286,13 @@ def _facts(run: RunView) -> RunFacts:
         steps = table["step"][table["kind"] == int(StepKind.STEP)]
         if len(steps):
             first, last = int(steps.min()), int(steps.max())
-    return RunFacts(str(run.path), run.run_id, first, last, run.world_size, str(run.level), str(run.status))
+    return RunFacts(
+        str(run.path),
+        run.run_id,
+        first,
+        last,
+        run.world_size,
+        str(run.level),
+        str(run.status),
+        unrecorded_processes(run.info),
+    )

@@ -76,7 +76,26 @@ def explain(findings: Findings) -> str:
             f"{counted(count, 'thing')} went unobserved in these steps ({_listed(list(findings.unobserved))}), "
             "so the verdict does not cover them."
         )
+    sentences.extend(_unrecorded(findings))
     return " ".join(sentences)
+
+
+def _unrecorded(findings: Findings) -> list[str]:
+    """Say which processes that trained are in no run."""
+    ours, theirs = findings.unrecorded
+    both = [("both runs", ours)] if ours == theirs else [("the baseline", ours), ("the candidate", theirs)]
+    return [
+        f"In {name} {word_processes(counts)} trained and went unrecorded: the verdict is about the recorded process "
+        "of a rank alone, the first that trains, and not about the whole program."
+        for name, counts in both
+        if counts
+    ]
+
+
+def word_processes(counts: Mapping[int, int]) -> str:
+    """Say how many processes went unrecorded, given by rank: `2 more processes of rank 0`."""
+    total = sum(counts.values())
+    return f"{total:,} more process{'es' * (total > 1)} of {format_ranks(sorted(counts))}"
 
 
 def _identical(findings: Findings) -> str:

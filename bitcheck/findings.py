@@ -61,6 +61,8 @@ class Findings:
     recomputes: Mapping[str, list[str]] = field(default_factory=dict)
     alignment: Alignment = field(default_factory=lambda: Alignment(0, "step"))
     unobserved: Mapping[str, int] = field(default_factory=dict)
+    unrecorded: tuple[Mapping[int, int], Mapping[int, int]] = field(default_factory=lambda: ({}, {}))
+    """Of the baseline and of the candidate: rank -> processes that trained beside the one that was recorded."""
 
     @property
     def is_rebuild(self) -> bool:

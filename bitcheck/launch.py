@@ -33,6 +33,7 @@ import bitcheck
 from bitcheck.environment import telling_variables
 from bitcheck.errors import BitcheckError, RecordingError
 from bitcheck.ranks import Placement, is_first_of_host, launched_as
+from bitcheck.run_document import note_unrecorded, unrecorded_processes
 from bitcheck.settings import VARIABLE, Options, Settings
 
 EXIT_NOT_EXECUTABLE = 126
@@ -293,6 +294,9 @@ def _finish_run(folder: Path, ending: Ending, told: Sequence[Word], options: Opt
     changes: dict[str, Any] = {}
     if notes:
         changes["notes"] = [*written.get("notes", []), *(note.text for note in notes)]
+    if refused := count_refused(told):
+        known = Counter(unrecorded_processes(written))
+        changes["unrecorded"] = {str(rank): count for rank, count in sorted((known + refused).items())}
     if varied := sorted({str(word["change"]) for word in told if word["what"] == "varied"}):
         changes["varied"] = varied
     # With a launcher a rank, one that failed has had its say: rank 0's own good end does not undo it.
@@ -377,16 +381,18 @@ def read_words(folder: Path) -> list[Word]:
     return words
 
 
+def count_refused(words: Sequence[Word]) -> Counter[int]:
+    """Return how many processes trained as a rank that another process records, by rank."""
+    return Counter(int(word["rank"]) for word in words if word["what"] == "refused")
+
+
 def summarise_words(words: Sequence[Word], options: Options) -> list[Note]:
     """Return what the user must know of a run beside its steps."""
     by_kind: defaultdict[str, list[Word]] = defaultdict(list)
     for word in words:
         by_kind[word["what"]].append(word)
     notes = []
-    for rank, count in sorted(Counter(word["rank"] for word in by_kind["refused"]).items()):
-        who = "one more process" if count == 1 else f"{count} more processes"
-        text = f"{who} of rank {rank} trained and went unrecorded: a run has one process a rank, the first that trains."
-        notes.append(Note(text, True))
+    notes += [Note(note_unrecorded(rank, count), True) for rank, count in sorted(count_refused(words).items())]
     unattached = sorted({f"the program ran unrecorded: {word['reason']}" for word in by_kind["unattached"]})
     failed = sorted({str(word["reason"]) for word in by_kind["failed"]})
     notes += [Note(text, False) for text in (*unattached, *failed)]

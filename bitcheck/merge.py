@@ -20,6 +20,7 @@ import os
 import re
 import shlex
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from bitcheck.errors import BrokenRun, NotARun, RecordingError, UsageError
 from bitcheck.process import is_gone
 from bitcheck.rank_sets import format_rank_set
 from bitcheck.run import check_overwrite, open_run, rank_path
-from bitcheck.run_document import RUN_FILE, find_problem, read_run_file, run_ids
+from bitcheck.run_document import RUN_FILE, find_problem, read_run_file, run_ids, unrecorded_processes
 from bitcheck.store import RankReader, hash_file, read_seal
 from bitcheck.store.seal import seal_path
 from bitcheck.wording import counted
@@ -343,6 +344,9 @@ def _describe(parts: Sequence[_Part], ranks: dict[int, _Rank], world_size: int) 
         "ended": None if None in ends else max(ends),
         "notes": list(dict.fromkeys([*(note for info in infos for note in info["notes"]), *notes])),
     }
+    unrecorded = sum((Counter(unrecorded_processes(info)) for info in infos), Counter[int]())
+    if unrecorded:
+        info["unrecorded"] = {str(rank): count for rank, count in sorted(unrecorded.items())}
     if varied := sorted({str(change) for info in infos for change in info.get("varied", [])}):
         info["varied"] = varied
     problem = find_problem(info)

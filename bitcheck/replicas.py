@@ -40,6 +40,7 @@ from bitcheck.replicas_answer import (
     Version,
 )
 from bitcheck.run import Run
+from bitcheck.run_document import unrecorded_processes
 from bitcheck.store import LoadedStep
 from bitcheck.tables import Progress
 
@@ -327,9 +328,11 @@ class _Conclusion:
             run.world_size,
             str(run.level),
             run.status,
+            unrecorded_processes(run.info),
         )
 
     def _notes(self, ranks: Sequence[int]) -> Iterable[str]:
+        yield from self.scan.run.info.get("notes") or ()
         last = max(self.scan.steps, default=0)
         short = [rank for rank in self.scan.run.ranks if self.scan.last_steps.get(rank, -1) < last]
         if short and self.scan.steps:

@@ -23,6 +23,9 @@
       "started": "2026-01-31T12:00:00Z",
       "status": "complete",                     or "recording", "failed", "killed"
       "steps": null,                            or "A:B"
+      "unrecorded": {"0": 1},                   rank -> how many processes trained beside the recorded one of that rank;
+                                                not there where none did, nor in a run of an early bitcheck, whose
+                                                notes say it
       "variables": {"OMP_NUM_THREADS": "1"},    that the command was started with, of those of `environment`; not in
                                                 a run of the context manager, nor in one of an early bitcheck
       "world_size": 2,
@@ -34,6 +37,8 @@ It is a document (bitcheck.document): one that was cut or edited is not read.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +148,27 @@ def find_problem(document: dict[str, Any]) -> str | None:
         run_ids(document)
     except (ValueError, TypeError, KeyError):
         return "has unusable parts"
+    unrecorded = document.get("unrecorded", {})
+    if not isinstance(unrecorded, dict) or not all(
+        re.fullmatch(r"\d{1,7}", rank) and type(count) is int and count > 0 for rank, count in unrecorded.items()
+    ):
+        return "has unusable counts of unrecorded processes"
     return None
+
+
+def unrecorded_processes(document: Mapping[str, Any]) -> dict[int, int]:
+    """Return how many processes trained beside the one that was recorded, by rank; only ranks where any did."""
+    return {int(rank): count for rank, count in sorted(document.get("unrecorded", {}).items(), key=_rank_of)}
+
+
+def _rank_of(entry: tuple[str, int]) -> int:
+    return int(entry[0])
+
+
+def note_unrecorded(rank: int, count: int) -> str:
+    """Return the sentence for a run's notes about `count` processes of a rank beside the one recorded."""
+    who = "one more process" if count == 1 else f"{count} more processes"
+    return f"{who} of rank {rank} trained and went unrecorded: a run has one process a rank, the first that trains."
 
 
 def run_ids(document: dict[str, Any]) -> dict[int, str]:

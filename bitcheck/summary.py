@@ -120,6 +120,7 @@ class RunSummary:
             "modules": self.num_modules,
             "largest": [event.to_json() for event in self.largest],
             "unobserved": dict(self.unobserved),
+            "notes": list(info.get("notes") or ()),
             "remarks": list(self.remarks),
             "environment": dict(self.environment),
         }

@@ -56,6 +56,8 @@ def run_sections(summary: RunSummary) -> list[Section]:
         parts.append(("largest", [describe_event(event) for event in summary.largest]))
     unobserved = [f"{count:,} x {what}" for what, count in summary.unobserved.items()]
     parts.append(("unobserved", unobserved or ["nothing that bitcheck knows of"]))
+    if info.get("notes"):
+        parts.append(("unrecorded", list(info["notes"])))
     if summary.remarks:
         parts.append(("remarks", list(summary.remarks)))
     if summary.environment:

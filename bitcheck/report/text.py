@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from bitcheck.answer import Answer, Cause, Origin, Verdict
-from bitcheck.explain import format_ranks
+from bitcheck.explain import format_ranks, word_processes
 from bitcheck.wording import counted
 
 MAX_ORIGINS = 5
@@ -81,7 +81,8 @@ _STYLE = {Verdict.IDENTICAL: "green", Verdict.DIVERGED: "red", Verdict.INCOMPARA
 def headline(answer: Answer) -> str:
     """Return the first line: the verdict, and where."""
     if answer.verdict is Verdict.IDENTICAL:
-        return f"IDENTICAL over {_amounts(answer)}."
+        limit = ", of the recorded processes alone" if any(run.unrecorded for run in answer.runs) else ""
+        return f"IDENTICAL over {_amounts(answer)}{limit}."
     if answer.verdict is Verdict.INCOMPARABLE:
         return f"INCOMPARABLE. {answer.explanation}"
     first = answer.first
@@ -179,7 +180,8 @@ def _compared(answer: Answer) -> list[str]:
     for name, run in zip(("baseline", "candidate"), answer.runs, strict=True):
         span = "no whole step" if run.first_step is None else f"steps {run.first_step} to {run.last_step}"
         ranks = counted(run.world_size, "rank")
-        lines.append(f"{name} {run.path}: {span}, {ranks}, level {run.level}, {run.status}")
+        beside = f"; unrecorded: {word_processes(run.unrecorded)} that trained" if run.unrecorded else ""
+        lines.append(f"{name} {run.path}: {span}, {ranks}, level {run.level}, {run.status}{beside}")
     return lines
 
 

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from bitcheck.errors import RecordingError, UsageError
-from bitcheck.launch import attached_environment, join_run, package_folder, summarise_words
+from bitcheck.launch import Ending, _finish_run, attached_environment, join_run, package_folder, summarise_words
 from bitcheck.ranks import is_first_of_host, launched_as
+from bitcheck.run import create_run, open_run
+from bitcheck.run_document import unrecorded_processes
 from bitcheck.settings import VARIABLE, Options, Settings, parse_leaves, parse_steps, read_settings
 
 BITCHECK = [sys.executable, "-m", "bitcheck"]
@@ -337,6 +339,14 @@ def test_what_went_unrecorded_is_counted_by_rank() -> None:
     assert summarise_words(words, Options()) == []
     refused = summarise_words([*words, *[{"what": "refused", "rank": 0}] * 2], Options())
     assert [note.text.split(" trained")[0] for note in refused] == ["2 more processes of rank 0"]
+
+
+def test_launchers_of_one_run_add_up_what_went_unrecorded(tmp_path: Path) -> None:
+    create_run(tmp_path / "run", {"level": "module", "world_size": 2}, overwrite=False)
+    for rank, count in ((0, 1), (1, 2), (0, 1)):
+        _finish_run(tmp_path / "run", Ending(0), [{"what": "refused", "rank": rank}] * count, Options(), False)
+    with open_run(tmp_path / "run", allow_missing_ranks=True) as run:
+        assert unrecorded_processes(run.info) == {0: 2, 1: 2}
 
 
 def test_a_run_without_steps_names_the_likeliest_cause() -> None:

@@ -105,6 +105,14 @@ def test_a_run_gathered_from_two_hosts_is_sound_and_identical_to_the_same_run_in
     assert answer.compared.ranks == 4
 
 
+def test_processes_that_went_unrecorded_are_counted_over_all_hosts(tmp_path: Path) -> None:
+    parts = two_parts(tmp_path, unrecorded={"2": 1, "3": 2})
+    update_run(parts[0], unrecorded={"0": 1})
+    merge_runs(tmp_path / "all", parts)
+    with open_run(tmp_path / "all") as run:
+        assert run.info["unrecorded"] == {"0": 1, "2": 1, "3": 2}
+
+
 def test_a_fault_on_a_rank_of_the_second_host_is_found_in_the_gathered_run(tmp_path: Path) -> None:
     run = make_run(num_ranks=4, faults=[FAULT])
     parts = [write_part(tmp_path / "host0", run, [0, 1]), write_part(tmp_path / "host1", run, [2, 3])]

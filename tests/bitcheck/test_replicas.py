@@ -19,7 +19,7 @@ from bitcheck.replica_groups import GroupKey, parse_group
 from bitcheck.replicas import check_replicas
 from bitcheck.replicas_answer import ReplicaAnswer, ReplicaCause, ReplicaVerdict
 from bitcheck.report.replicas import render_replicas
-from bitcheck.run import open_run, rank_path
+from bitcheck.run import open_run, rank_path, update_run
 from tests.bitcheck.made_up_runs import PARAMETERS, digest_of, make_run
 from tests.bitcheck.recorded_runs import write_run
 from tests.bitcheck.replicated_runs import replicate, replicated_run
@@ -47,6 +47,15 @@ def test_copies_that_agree_are_said_to_agree(tmp_path: Path) -> None:
         ("DistributedDataParallel", (0, 1, 2, 3), True)
     ]
     assert answer.notes == ()
+
+
+def test_what_went_unrecorded_stands_in_the_notes(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", replicated_run())
+    update_run(folder, notes=["one more process of rank 0 trained and went unrecorded"], unrecorded={"0": 1})
+    with open_run(folder) as run:
+        answer = check_replicas(run)
+    assert answer.notes == ("one more process of rank 0 trained and went unrecorded",)
+    assert answer.to_json()["run"]["unrecorded_processes"] == {"0": 1}
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,8 @@ def test_updates_from_several_processes_are_all_kept_and_each_reader_sees_a_whol
         (lambda a: rewrite(a, environment={"torch": 2}), BrokenRun, "has an environment that is not text"),
         (lambda a: rewrite(a, command=[1]), BrokenRun, "has a command or notes that are not text"),
         (lambda a: rewrite(a, notes=[["x"]]), BrokenRun, "has a command or notes that are not text"),
+        (lambda a: rewrite(a, unrecorded={"0": "1"}), BrokenRun, "has unusable counts of unrecorded processes"),
+        (lambda a: rewrite(a, unrecorded={"x": 1}), BrokenRun, "has unusable counts of unrecorded processes"),
         (lambda a: rewrite(a, run_id="removed"), BrokenRun, "has no run_id"),
         (lambda a: rewrite(a, world_size=5), BrokenRun, r"rank-00002\.h5, .*4\.h5 missing; the run has 5 ranks"),
         (lambda a: rewrite(a, world_size=900), BrokenRun, r"rank-00004\.h5 and 895 more missing"),

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from bitcheck.answer import Verdict
+from bitcheck.diff import diff_runs
 from bitcheck.events import StepKind
 from bitcheck.run import Run, open_run
 
@@ -209,6 +211,27 @@ def test_a_forked_process_records_nothing_and_is_counted_if_it_trains(tmp_path: 
         assert (steps_of(run), run.status) == (ALL_STEPS, "complete")
         assert len(run.info["notes"]) == 1
     assert_sound(tmp_path)
+
+
+def test_where_a_child_takes_the_recording_the_answer_is_not_about_the_whole_program(tmp_path: Path) -> None:
+    body = """
+    child = os.fork()
+    if child == 0:
+        for _ in train(batches()): pass
+        sys.exit(0)
+    os.waitpid(child, 0)
+    torch.manual_seed(int("/other/" in __file__))
+    for _ in train(batches(5)): pass
+    """
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        assert record(tmp_path / name, body).returncode == 0
+    with open_run(tmp_path / "one/run") as ours, open_run(tmp_path / "other/run") as theirs:
+        assert steps_of(ours) == ALL_STEPS
+        answer = diff_runs(ours, theirs)
+    assert answer.verdict is Verdict.IDENTICAL
+    assert [facts.unrecorded for facts in answer.runs] == [{0: 1}] * 2
+    assert "In both runs 1 more process of rank 0 trained and went unrecorded" in answer.explanation
 
 
 def test_of_two_programs_in_one_command_the_first_that_trains_is_recorded(tmp_path: Path) -> None:

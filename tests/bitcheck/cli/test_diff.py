@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from bitcheck.events import Event, Phase, Site
+from bitcheck.run import update_run
+from bitcheck.run_document import note_unrecorded
 from tests.bitcheck.made_up_runs import digest_of, make_run
 from tests.bitcheck.recorded_runs import write_run
 
@@ -104,6 +106,28 @@ def test_the_text_says_the_verdict_first_and_ends_with_1(tmp_path: Path) -> None
     assert done.returncode == 1
     assert done.stdout.splitlines()[0] == "DIVERGED in step 2: forward/blocks.1:out (cause: forward)"
     assert done.stderr == ""
+
+
+def test_processes_that_went_unrecorded_stand_beside_the_verdict(tmp_path: Path) -> None:
+    runs = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    update_run(runs[1], unrecorded={"0": 2}, notes=[note_unrecorded(0, 2), "the disk was full"])
+    answer = answer_of(*runs)
+    assert "unrecorded_processes" not in answer["runs"][0]
+    assert answer["runs"][1]["unrecorded_processes"] == {"0": 2}
+    assert answer["notes"] == ["candidate: the disk was full"]
+    assert "In the candidate 2 more processes of rank 0 trained and went unrecorded" in answer["explanation"]
+    text = run_diff(*runs).stdout.splitlines()
+    assert text[0].startswith("IDENTICAL over 4 steps") and text[0].endswith(", of the recorded processes alone.")
+    assert text[-2].endswith("complete; unrecorded: 2 more processes of rank 0 that trained")
+    assert text[-1] == "notes      candidate: the disk was full"
+
+
+def test_a_run_of_before_processes_were_counted_says_in_its_notes_what_went_unrecorded(tmp_path: Path) -> None:
+    runs = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    for run in runs:
+        update_run(run, notes=[note_unrecorded(0, 1)])
+    answer = answer_of(*runs)
+    assert answer["notes"] == [f"baseline and candidate: {note_unrecorded(0, 1)}"]
 
 
 def test_a_name_of_120_characters_with_brackets_survives_a_pipe_and_json(tmp_path: Path) -> None:

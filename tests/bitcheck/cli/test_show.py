@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bitcheck.events import Event, Phase, Site
+from bitcheck.run import update_run
 from tests.bitcheck.made_up_runs import digest_of, make_run
 from tests.bitcheck.recorded_runs import write_run
 
@@ -43,6 +44,14 @@ def test_a_run_is_summarized(tmp_path: Path) -> None:
     assert answer["remarks"] == ["a remark"]
     assert answer["environment"] == {"torch.version": "2.13.0"}
     assert answer["rank_statuses"] == {"complete": 2}
+
+
+def test_what_went_unrecorded_is_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    assert shown(folder)["notes"] == []
+    update_run(folder, notes=["one more process"])
+    assert shown(folder)["notes"] == ["one more process"]
+    assert any(line.split() == ["unrecorded", "one", "more", "process"] for line in run_show(folder).stdout.split("\n"))
 
 
 def test_the_largest_tensors_come_first(tmp_path: Path) -> None:
