@@ -25,7 +25,7 @@ from bitcheck.findings import Findings
 from bitcheck.naming import Naming
 from bitcheck.origins import OriginSearch
 from bitcheck.recompute import inconsistent_recomputes
-from bitcheck.run_document import note_unrecorded, unrecorded_processes
+from bitcheck.run_document import STOPPED, note_unrecorded, unrecorded_processes
 from bitcheck.tables import Progress, Tables
 from bitcheck.views import RunView
 
@@ -137,7 +137,7 @@ class _Comparison:
         ended = [
             f"the {name} is {run.status}"
             for name, run in (("baseline", self.baseline), ("candidate", self.candidate))
-            if str(run.status) != FINISHED
+            if str(run.status) not in (FINISHED, STOPPED)
         ]
         if ended:
             return (
@@ -184,7 +184,7 @@ class _Comparison:
         for name, status in zip(("baseline", "candidate"), findings.statuses, strict=True):
             if name in findings.ended_early:
                 continue  # that is the verdict
-            if status != FINISHED:
+            if status not in (FINISHED, STOPPED):
                 notes.append(f"The {name} did not finish ({status}); its finished steps were compared.")
             if findings.ranks > 1 and name in findings.endings:
                 notes.append(

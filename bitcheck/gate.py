@@ -38,6 +38,7 @@ from bitcheck.launch import Ending
 from bitcheck.replicas import check_replicas
 from bitcheck.replicas_answer import ReplicaVerdict
 from bitcheck.run import Run, open_run
+from bitcheck.run_document import STOPPED
 from bitcheck.settings import Options
 from bitcheck.statistics import pairs_needed
 from bitcheck.trials import Runner, Trial, command_line, describe_failure, run_trial
@@ -133,7 +134,7 @@ class _Gate:
         if self.plan.level is None:
             self.level = str(self.golden.level)
         # One that was stopped once it had the steps that are asked for is as good as a complete one.
-        was_stopped = self.plan.steps is not None and self.golden.status == "killed"
+        was_stopped = self.plan.steps is not None and self.golden.status in ("killed", STOPPED)
         gaps = find_gaps(self.golden, "the golden run", self._demand(), was_stopped=was_stopped)
         if self.golden.level != self.level:
             gaps.append(f"the golden run was recorded at level {self.golden.level}; expected {self.level} (--level).")

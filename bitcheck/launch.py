@@ -302,6 +302,8 @@ def _finish_run(folder: Path, ending: Ending, told: Sequence[Word], options: Opt
     # With a launcher a rank, one that failed has had its say: rank 0's own good end does not undo it.
     if ending.exit_status or (is_first and written.get("status") == "recording"):
         changes |= {"status": ending.status, "exit_status": ending.exit_status}
+    if ending.was_stopped:
+        changes["stopped"] = True
     if is_first:
         changes["ended"] = utc_now()
         if sizes := [word["world_size"] for word in told if word["what"] == "claimed"]:

@@ -320,7 +320,7 @@ def _describe(parts: Sequence[_Part], ranks: dict[int, _Rank], world_size: int) 
     notes = []
     described = next((info for info in infos if info["environment"]), infos[0])
     for part in parts:
-        if part.info["status"] in ("recording", "killed"):
+        if part.info["status"] in ("recording", "killed") and not part.info.get("stopped"):
             notes.append(f"{part.path} had not finished ({part.info['status']}) when it was merged.")
         other = part.info["environment"]
         if other and other != described["environment"]:
@@ -344,6 +344,10 @@ def _describe(parts: Sequence[_Part], ranks: dict[int, _Rank], world_size: int) 
         "ended": None if None in ends else max(ends),
         "notes": list(dict.fromkeys([*(note for info in infos for note in info["notes"]), *notes])),
     }
+    unfinished = [info for info in infos if info["status"] in ("recording", "killed")]
+    info.pop("stopped", None)
+    if unfinished and all(each.get("stopped") for each in unfinished):
+        info["stopped"] = True
     unrecorded = sum((Counter(unrecorded_processes(info)) for info in infos), Counter[int]())
     if unrecorded:
         info["unrecorded"] = {str(rank): count for rank, count in sorted(unrecorded.items())}

@@ -27,7 +27,7 @@ from bitcheck.document import encode_document
 from bitcheck.errors import BrokenRun, FutureRun, NotARun, RecordingError
 from bitcheck.events import Level
 from bitcheck.process import is_gone, this_process
-from bitcheck.run_document import RUN_FILE, SCHEMA, find_problem, read_run_file, run_ids
+from bitcheck.run_document import RUN_FILE, SCHEMA, STOPPED, find_problem, read_run_file, run_ids
 from bitcheck.wording import counted
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Run:
     run_id, level, world_size, environment    from run.json
     ranks            ranks that have a file, ascending; missing_ranks: those that have none
     rank(r)          the RankReader of one rank, opened at the first call
-    status           "recording", "complete", "failed", or "killed" where the writer is gone
+    status           "recording", "complete", "failed", "killed" where the writer is gone, or "stopped"
     """
 
     def __init__(self, path: Path) -> None:
@@ -252,7 +252,8 @@ class Run:
         """The run's status, from run.json and from every rank's file.
 
         `failed` where run.json or a rank says so; else `killed` where a writer is gone that had not
-        finished; else `recording` where anything is still being written; else `complete`.
+        finished; else `recording` where anything is still being written; else `complete`. `stopped` where
+        bitcheck itself ended the program, and nothing is noted that failed before.
         """
         found = {self.info["status"]}
         if self.info["status"] == "recording" and is_gone(self.info["writer"]):
@@ -264,6 +265,10 @@ class Run:
         found |= self._rank_statuses or set()
         if self.missing_ranks and "recording" not in found:
             found.add("killed")
+        # A program may answer its end with an exception: that is the stop's doing, unless there is word of another.
+        is_sound = not self.missing_ranks and not ("failed" in found and self.info["notes"])
+        if self.info["status"] == "killed" and self.info.get("stopped") and is_sound:
+            return STOPPED
         return next(status for status in ("failed", "killed", "recording", "complete") if status in found)
 
 

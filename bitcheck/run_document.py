@@ -23,6 +23,8 @@
       "started": "2026-01-31T12:00:00Z",
       "status": "complete",                     or "recording", "failed", "killed"
       "steps": null,                            or "A:B"
+      "stopped": true,                          where bitcheck itself stopped the program, having seen enough of it;
+                                                the status is then "killed". Not there otherwise
       "unrecorded": {"0": 1},                   rank -> how many processes trained beside the recorded one of that rank;
                                                 not there where none did, nor in a run of an early bitcheck, whose
                                                 notes say it
@@ -53,6 +55,8 @@ SCHEMA = SCHEMA_PREFIX + "1"
 RUN_FILE = "run.json"
 MAX_WORLD_SIZE = 1_000_000
 STATUSES = ("recording", "complete", "failed", "killed")
+STOPPED = "stopped"
+"""What `bitcheck.run.Run.status` says of a run that bitcheck itself stopped; in run.json it is `killed`."""
 
 _KEY_TYPES: dict[str, Any] = {
     "schema": str,
@@ -148,6 +152,8 @@ def find_problem(document: dict[str, Any]) -> str | None:
         run_ids(document)
     except (ValueError, TypeError, KeyError):
         return "has unusable parts"
+    if not isinstance(document.get("stopped", False), bool):
+        return f"has an unusable stopped: {str(document['stopped'])[:60]!r}"
     unrecorded = document.get("unrecorded", {})
     if not isinstance(unrecorded, dict) or not all(
         re.fullmatch(r"\d{1,7}", rank) and type(count) is int and count > 0 for rank, count in unrecorded.items()

@@ -13,6 +13,7 @@ from typing import Any
 from bitcheck.errors import UsageError
 from bitcheck.events import PHASES, Phase, StepKind
 from bitcheck.naming import Naming
+from bitcheck.run_document import STOPPED
 from bitcheck.views import RankView, RunView, StepView
 
 SCHEMA = "bitcheck.show/1"
@@ -236,7 +237,10 @@ def _find_row(reader: RankView, step: int) -> int | None:
 
 
 def _rank_statuses(run: RunView) -> dict[str, int]:
-    return dict(sorted(Counter(run.read_tails()["status"].tolist()).items()))
+    statuses = run.read_tails()["status"].tolist()
+    if str(run.status) == STOPPED:
+        statuses = [status if status == "complete" else STOPPED for status in statuses]
+    return dict(sorted(Counter(statuses).items()))
 
 
 def _count_phases(step: StepView) -> tuple[PhaseCount, ...]:

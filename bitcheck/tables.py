@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from bitcheck.align import FINISHED, Alignment, RowPairs, pair_rows
 from bitcheck.events import PHASES, STATE_PHASES, Level, Phase, StepKind
+from bitcheck.run_document import STOPPED
 from bitcheck.views import RankView, RunView
 
 Progress = Callable[[int, int], None]
@@ -191,11 +192,13 @@ class Tables:
             _last_step(ours.table, 0, self.until),
             _last_step(theirs.table, self.alignment.offset, self.until),
         ]
-        for name, reader, mine, other in (
-            ("baseline", ours, last[0], last[1]),
-            ("candidate", theirs, last[1], last[0]),
+        for name, run, reader, mine, other in (
+            ("baseline", self.baseline, ours, last[0], last[1]),
+            ("candidate", self.candidate, theirs, last[1], last[0]),
         ):
-            if reader.status == FINISHED:
+            if str(run.status) == STOPPED:
+                pass  # its ranks got as far as they did when it was asked to end
+            elif reader.status == FINISHED:
                 self._finished.setdefault(name, {})[rank] = (mine, other)
             elif mine < other:
                 self._end_early(name, reader.status, mine, [rank])

@@ -18,13 +18,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bitcheck.align import align_runs
-from bitcheck.answer import Answer, Cause, Verdict
+from bitcheck.answer import Cause, Verdict
 from bitcheck.diff import diff_runs
 from bitcheck.environment import telling_variables
 from bitcheck.errors import RecordingError, UsageError
@@ -98,12 +98,10 @@ def zoom(plan: ZoomPlan, runner: Runner = run_trial) -> ZoomAnswer:
         folder = plan.scratch / f"pair-{number}"
         runs = folder / "baseline", folder / "candidate"
         steps = f"{first}:{last + 1}"
-        was_stopped = [
-            _record(side, folder, steps, last, f"{side.name} of pair {number}", runner, stacks=plan.stacks)
-            for side, folder in zip(sides, runs, strict=True)
-        ]
+        for side, run in zip(sides, runs, strict=True):
+            _record(side, run, steps, last, f"{side.name} of pair {number}", runner, stacks=plan.stacks)
         with open_run(runs[0]) as ours, open_run(runs[1]) as theirs:
-            answer = _without_stops(diff_runs(ours, theirs), was_stopped)
+            answer = diff_runs(ours, theirs)
             changes = (
                 *environment_changes(sides[0], ours.environment),
                 *environment_changes(sides[1], theirs.environment),
@@ -229,8 +227,8 @@ def _record(
     *,
     stacks: bool = False,
     capture: Mapping[str, Any] | None = None,
-) -> bool:
-    """Record one program; return whether it was stopped because it was past step `last`."""
+) -> None:
+    """Record one program, to its end or until it is past step `last`."""
     trial = Trial(
         name=name,
         command=side.command,
@@ -248,12 +246,3 @@ def _record(
             if any(run.rank(rank).status == "failed" for rank in run.ranks):
                 reason = "; ".join(notes) or f"its log is {trial.log}"
                 raise RecordingError(f"{name} could not be recorded at level op to its end: {reason}")
-    return ending.was_stopped
-
-
-def _without_stops(answer: Answer, was_stopped: Sequence[bool]) -> Answer:
-    """Leave out that a run did not finish where it was zoom that stopped it."""
-    stopped = [
-        f"The {name} did not finish" for name, was in zip(("baseline", "candidate"), was_stopped, strict=True) if was
-    ]
-    return replace(answer, notes=tuple(note for note in answer.notes if not note.startswith(tuple(stopped))))

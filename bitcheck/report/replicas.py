@@ -22,7 +22,7 @@ from typing import TextIO
 from bitcheck.explain import format_ranks
 from bitcheck.replicas_answer import Disagreement, ReplicaAnswer, ReplicaGroup, ReplicaVerdict
 from bitcheck.report.text import Section, print_report, render_plain
-from bitcheck.wording import counted
+from bitcheck.wording import counted, word_status
 
 MAX_VERSIONS = 5
 MAX_TENSORS = 6
@@ -89,7 +89,9 @@ def replicas_sections(answer: ReplicaAnswer, show_all: bool = False) -> list[Sec
     span = "no whole step" if run.first_step is None else f"steps {run.first_step} to {run.last_step}"
     ranks = counted(run.world_size, "rank")
     compared = [] if answer.verdict is ReplicaVerdict.AGREE or not answer.groups else [_amounts(answer)]
-    parts.append(("compared", [*compared, f"{run.path}: {span}, {ranks}, level {run.level}, {run.status}"]))
+    parts.append(
+        ("compared", [*compared, f"{run.path}: {span}, {ranks}, level {run.level}, {word_status(run.status)}"])
+    )
     if answer.groups:
         groups = answer.groups if show_all else answer.groups[:MAX_GROUPS]
         parts.append(("groups", [*map(_describe_group, groups), *_more(len(answer.groups) - len(groups))]))

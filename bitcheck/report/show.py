@@ -17,9 +17,9 @@ from typing import TextIO
 from bitcheck.explain import format_ranks
 from bitcheck.report.text import Section, format_bytes, print_report
 from bitcheck.summary import RecordedEvent, RunSummary, StepSummary
-from bitcheck.wording import counted
+from bitcheck.wording import counted, word_status
 
-_STYLE = {"complete": "green", "failed": "red", "killed": "red", "recording": "yellow"}
+_STYLE = {"complete": "green", "failed": "red", "killed": "red", "recording": "yellow", "stopped": "green"}
 
 
 def print_run(summary: RunSummary, file: TextIO | None = None) -> None:
@@ -28,7 +28,7 @@ def print_run(summary: RunSummary, file: TextIO | None = None) -> None:
     size = info.get("world_size", 1)
     ranks = counted(size, "rank")
     steps = counted(summary.num_steps, "step")
-    title = f"{summary.path}: {steps}, {ranks}, level {info.get('level')}, {summary.status}"
+    title = f"{summary.path}: {steps}, {ranks}, level {info.get('level')}, {word_status(summary.status)}"
     print_report(title, _STYLE.get(summary.status, "yellow"), run_sections(summary), file)
 
 
@@ -41,7 +41,8 @@ def run_sections(summary: RunSummary) -> list[Section]:
     if info.get("started"):
         parts.append(("time", [f"{info['started']} to {info.get('ended') or 'no end recorded'}"]))
     if info.get("exit_status"):
-        parts.append(("exit status", [str(info["exit_status"])]))
+        why = ", of a program that bitcheck itself stopped, having seen enough of it" if info.get("stopped") else ""
+        parts.append(("exit status", [f"{info['exit_status']}{why}"]))
     if len(summary.rank_statuses) > 1:
         parts.append(("ranks", [f"{count:,} {status}" for status, count in summary.rank_statuses.items()]))
     if summary.missing_ranks:

@@ -22,7 +22,7 @@ from typing import TextIO
 
 from bitcheck.answer import Answer, Cause, Origin, Verdict
 from bitcheck.explain import format_ranks, word_processes
-from bitcheck.wording import counted
+from bitcheck.wording import counted, word_status
 
 MAX_ORIGINS = 5
 """Origins listed without `--all`."""
@@ -181,7 +181,7 @@ def _compared(answer: Answer) -> list[str]:
         span = "no whole step" if run.first_step is None else f"steps {run.first_step} to {run.last_step}"
         ranks = counted(run.world_size, "rank")
         beside = f"; unrecorded: {word_processes(run.unrecorded)} that trained" if run.unrecorded else ""
-        lines.append(f"{name} {run.path}: {span}, {ranks}, level {run.level}, {run.status}{beside}")
+        lines.append(f"{name} {run.path}: {span}, {ranks}, level {run.level}, {word_status(run.status)}{beside}")
     return lines
 
 

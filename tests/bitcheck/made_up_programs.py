@@ -130,7 +130,8 @@ def write_run(trial: Trial, behaviour: Behaviour, watch: Watch = lambda: False) 
             writer.close("failed" if behaviour.status == "failed" else "complete")
     status = "killed" if was_stopped else "failed" if behaviour.exit_status else "complete"
     exit_status = 143 if was_stopped else behaviour.exit_status
-    update_run(trial.folder, status=status, exit_status=exit_status, notes=list(behaviour.notes))
+    stopped = {"stopped": True} if was_stopped else {}
+    update_run(trial.folder, status=status, exit_status=exit_status, notes=list(behaviour.notes), **stopped)
     return was_stopped, count
 
 

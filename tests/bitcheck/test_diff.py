@@ -298,6 +298,17 @@ def test_a_run_that_did_not_finish_ended_early(status: str) -> None:
     assert (answer.compared.steps, answer.aligned.last_step) == (4, 3)
 
 
+def test_a_run_that_bitcheck_stopped_is_compared_as_far_as_each_rank_goes_and_did_not_end_early() -> None:
+    whole = make_run(num_steps=6, num_ranks=2)
+    steps = {0: whole.steps[0][:5], 1: whole.steps[1][:4]}
+    stopped = replace(whole, steps=steps, statuses={0: "killed", 1: "killed"}, status="stopped")
+    for runs in ((whole, stopped), (stopped, whole)):
+        answer = diff_runs(*runs)
+        assert (answer.verdict, answer.compared.steps, answer.notes) == ("identical", 4, ())
+    killed = replace(stopped, status="killed")
+    assert diff_runs(whole, killed).cause == "ended-early"
+
+
 def test_until_leaves_out_what_a_killed_run_lacks() -> None:
     answer = diff_runs(make_run(num_steps=6), make_run(num_steps=6, num_recorded=4, status="killed"), until=3)
     assert (answer.verdict, answer.compared.steps) == ("identical", 4)

@@ -327,7 +327,7 @@ def test_a_golden_run_that_was_stopped_serves_for_the_steps_that_it_has(tmp_path
     assert judge(stopped, runner=MadeUpPrograms(long)).verdict is GateVerdict.PASS
     kept = tmp_path / "first" / "runs" / "1"
     with open_run(kept) as run:
-        assert run.status == "killed"
+        assert (run.info["status"], run.status) == ("killed", "stopped")
     assert gate(tmp_path, long, golden=kept, steps=6).verdict is GateVerdict.PASS
     assert gate(tmp_path / "b", replace(long, parts_at=5), golden=kept, steps=6).verdict is GateVerdict.FAIL
     assert gate(tmp_path / "c", long, golden=kept).verdict is GateVerdict.INSUFFICIENT, "whose steps are not counted"

@@ -248,6 +248,16 @@ def test_a_part_that_is_still_being_recorded_is_refused_and_one_that_died_is_gat
     assert f"{parts[1]} had not finished (recording)" in merged.notes[0]
 
 
+@pytest.mark.parametrize("first_stopped", [True, False])
+def test_parts_that_were_stopped_on_purpose_are_a_run_that_was(tmp_path: Path, first_stopped: bool) -> None:
+    parts = two_parts(tmp_path, status="killed", stopped=True)
+    update_run(parts[0], status="killed", **({"stopped": True} if first_stopped else {}))
+    merged = merge_runs(tmp_path / "all", parts)
+    assert bool(merged.notes) is not first_stopped
+    with open_run(tmp_path / "all") as run:
+        assert run.status == ("stopped" if first_stopped else "killed")
+
+
 def test_a_damaged_rank_file_is_not_gathered(tmp_path: Path) -> None:
     parts = two_parts(tmp_path)
     path = rank_path(parts[1], 3)

@@ -239,6 +239,7 @@ def test_updates_from_several_processes_are_all_kept_and_each_reader_sees_a_whol
         (lambda a: rewrite(a, notes=[["x"]]), BrokenRun, "has a command or notes that are not text"),
         (lambda a: rewrite(a, unrecorded={"0": "1"}), BrokenRun, "has unusable counts of unrecorded processes"),
         (lambda a: rewrite(a, unrecorded={"x": 1}), BrokenRun, "has unusable counts of unrecorded processes"),
+        (lambda a: rewrite(a, stopped="yes"), BrokenRun, "has an unusable stopped: 'yes'"),
         (lambda a: rewrite(a, run_id="removed"), BrokenRun, "has no run_id"),
         (lambda a: rewrite(a, world_size=5), BrokenRun, r"rank-00002\.h5, .*4\.h5 missing; the run has 5 ranks"),
         (lambda a: rewrite(a, world_size=900), BrokenRun, r"rank-00004\.h5 and 895 more missing"),
@@ -339,6 +340,24 @@ def test_the_status_of_a_run_is_that_of_its_parts(
     with open_run(tmp_path / "a", allow_missing_ranks=True) as run:
         assert run.status == status
     WRITERS.clear()
+
+
+@pytest.mark.parametrize(
+    ("rank_statuses", "notes", "status"),
+    [
+        (["complete", "killed"], [], "stopped"),
+        (["failed", "killed"], [], "stopped"),
+        (["failed", "killed"], ["the disk was full"], "failed"),
+        (["killed", None], [], "killed"),
+    ],
+)
+def test_a_run_that_bitcheck_stopped_is_not_called_killed(
+    tmp_path: Path, rank_statuses: list[str | None], notes: list[str], status: str
+) -> None:
+    finish(tmp_path / "a", "killed", rank_statuses)
+    update_run(tmp_path / "a", stopped=True, notes=notes)
+    with open_run(tmp_path / "a", allow_missing_ranks=True) as run:
+        assert run.status == status
 
 
 def test_a_process_is_gone_when_its_number_belongs_to_another(tmp_path: Path) -> None:

@@ -54,6 +54,15 @@ def test_what_went_unrecorded_is_shown(tmp_path: Path) -> None:
     assert any(line.split() == ["unrecorded", "one", "more", "process"] for line in run_show(folder).stdout.split("\n"))
 
 
+def test_a_run_that_bitcheck_stopped_is_said_to_be_stopped_on_purpose(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", num_ranks=2)
+    update_run(folder, status="killed", exit_status=143, stopped=True)
+    assert (shown(folder)["status"], shown(folder)["rank_statuses"]) == ("stopped", {"complete": 2})
+    text = run_show(folder).stdout
+    assert text.splitlines()[0].endswith(": 4 steps, 2 ranks, level module, stopped on purpose")
+    assert "killed" not in text
+
+
 def test_the_largest_tensors_come_first(tmp_path: Path) -> None:
     run = make_run()
     site = Site(Phase.BUFFER, "Model", "table", "value")

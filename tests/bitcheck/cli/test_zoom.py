@@ -65,6 +65,8 @@ def test_it_names_the_operation_and_the_line_that_asked_for_it(runs: Path) -> No
     headline, *rest = ended.stdout.splitlines()
     assert headline == "DIVERGED in step 2: forward/Net:zoom_cli.scale.default.out (cause: forward)"
     assert any("train.py" in line and "forward" in line for line in rest), ended.stdout
+    assert any(line.endswith("level op, stopped on purpose") for line in rest), ended.stdout
+    assert "killed" not in ended.stdout + bitcheck(runs, "show", "kept/pair-1/baseline").stdout
     assert sorted(path.name for path in (runs / "kept/pair-1").iterdir() if path.is_dir()) == ["baseline", "candidate"]
 
 
