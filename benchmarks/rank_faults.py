@@ -357,7 +357,8 @@ def run_faults(folder: Path, numbers: list[int]) -> list[dict[str, Any]]:
     """Plant the faults of these numbers; return a row for each."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.rank_faults", "--work", str(folder), *map(str, numbers)]
-    subprocess.run(command, check=True, env=environment, cwd=Path(__file__).resolve().parent.parent)
+    root = Path(__file__).resolve().parent.parent
+    subprocess.run(command, check=True, env=environment, cwd=root, timeout=120 + 30 * len(numbers))
     rows = []
     for number in numbers:
         fault = FAULTS[number]

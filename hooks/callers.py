@@ -11,6 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from operator import itemgetter
 from types import CodeType, FrameType
 from typing import Any
@@ -61,12 +62,47 @@ def global_values() -> Iterator[Any]:
         frame = frame.f_back
 
 
-def fsdp_purpose() -> str | None:
-    """Return whether FSDP `gather`s parameters or `reduce`s gradients here, None where it is not FSDP's doing."""
-    for frame in frames_of(FSDP_COLLECTIVES):
-        if frame.f_code.co_name.startswith("foreach_"):
-            return "reduce" if "reduce" in frame.f_code.co_name else "gather"
+class Purpose(Enum):
+    """What PyTorch's own code begins a collective for."""
+
+    GATHER = "FSDP gathers parameters"
+    REDUCE = "FSDP reduces gradients"
+    OBJECTS = "objects are sent as their pickles"
+
+
+def purpose_of_collective(max_frames: int = MAX_FRAMES) -> Purpose | None:
+    """Return what the innermost of PyTorch's functions here begins collectives for, None for the program's own."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(max_frames):
+        if frame is None:
+            return None
+        code = frame.f_code
+        known = _purposes.get(id(code))
+        if known is None or known[0] is not code:
+            known = _note_purpose(code)
+        if known[1] is not None:
+            return known[1]
+        frame = frame.f_back
     return None
+
+
+_purposes: dict[int, tuple[CodeType, Purpose | None]] = {}
+"""Identity of a code -> the code and what it begins collectives for; to hash one would take longer than all else."""
+_MAX_PURPOSES = 4096
+"""Programs may make functions without end."""
+
+
+def _note_purpose(code: CodeType) -> tuple[CodeType, Purpose | None]:
+    if len(_purposes) >= _MAX_PURPOSES:
+        _purposes.clear()
+    purpose = None
+    fsdp = sys.modules.get(FSDP_COLLECTIVES)
+    if fsdp is not None and code.co_filename == fsdp.__file__ and code.co_name.startswith("foreach_"):
+        purpose = Purpose.REDUCE if "reduce" in code.co_name else Purpose.GATHER
+    elif dist.is_available() and code in _codes_of_object_functions():
+        purpose = Purpose.OBJECTS
+    _purposes[id(code)] = known = code, purpose
+    return known
 
 
 def stage_in_call() -> int | None:
@@ -122,8 +158,7 @@ def is_sending_objects(max_frames: int = MAX_FRAMES) -> bool:
     """Say whether one of torch.distributed's functions that send objects as pickles is running."""
     if not dist.is_available() or not dist.is_initialized():
         return False
-    codes = _codes_of_object_functions()
-    return any(frame.f_code in codes for frame in frames_of("torch.distributed.distributed_c10d", max_frames))
+    return purpose_of_collective(max_frames) is Purpose.OBJECTS
 
 
 @functools.cache

@@ -27,14 +27,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from bitcheck.events import Phase, Site
-from bitcheck.hooks.callers import fsdp_purpose, is_rehearsal, is_sending_objects
+from bitcheck.events import Phase
+from bitcheck.hooks.callers import Purpose, is_rehearsal, is_sending_objects, purpose_of_collective
 from bitcheck.hooks.completion import Completions, Promised
 from bitcheck.hooks.dynamo import paused, quiet, skip_frame
 from bitcheck.hooks.functional_collectives import FunctionalCollectives
 from bitcheck.hooks.modules import in_backward
 from bitcheck.hooks.patches import Function, Patches
-from bitcheck.hooks.process_groups import GroupNames, process_group_ranks, reduction_name
+from bitcheck.hooks.process_groups import GroupNames, Members, reduction_name
+from bitcheck.hooks.sites import Sites
 from bitcheck.hooks.steps import Call, StepBuilder
 from bitcheck.roles import is_local_gradient
 
@@ -91,10 +92,9 @@ class Begun(NamedTuple):
     """A collective under way."""
 
     builder: StepBuilder
-    site: Site
-    """Of its results, the slot left out."""
+    sites: Sites
     group: int
-    inputs: list[int]
+    inputs: tuple[int, ...]
     received: list[torch.Tensor]
     heard_by: list[int] | None
     """Where its results are put for what is computed after them."""
@@ -182,18 +182,19 @@ class CollectiveHooks:
         """Return a context in which collectives are parts of one that is recorded."""
         return _Alone(self._local)
 
-    def ranks_of(self, process_group: Any) -> list[int] | None:
-        """Return the global ranks of a process group; None, and counted, for one that is not known."""
-        ranks = process_group_ranks(process_group)
-        if ranks is None:
+    def members_of(self, process_group: Any) -> Members | None:
+        """Return who is in a process group; None, and counted, for one that is not known."""
+        members = self.names.members_of(process_group)
+        if members is None:
             self._recorder.current.miss("collectives of process groups that torch.distributed does not know")
-        return ranks
+        return members
 
     @paused
     def _begin_method(self, shape: Shape, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Begun | None:
-        ranks = self.ranks_of(own)
-        if ranks is None:
+        members = self.members_of(own)
+        if members is None:
             return None
+        ranks, name = members
         options = next((value for value in (*args[1:], *kwargs.values()) if hasattr(value, "timeout")), None)
         reduction = getattr(options, "reduceOp", None)
         if reduction is None:
@@ -201,17 +202,17 @@ class CollectiveHooks:
         root = getattr(options, "rootRank", None)
         if root is None and (shape.gives_alone or shape.gets_alone):
             root = next((value for value in args[1:] if isinstance(value, int)), 0)
-        rank = dist.get_rank()
-        gives = not shape.gives_alone or ranks[int(root or 0)] == rank
-        gets = not shape.gets_alone or ranks[int(root or 0)] == rank
+        gives = not shape.gives_alone or ranks[int(root or 0)] == dist.get_rank()
+        gets = not shape.gets_alone or ranks[int(root or 0)] == dist.get_rank()
         if shape.is_pairwise:
+            rank = dist.get_rank()
             peer = ranks[int(args[1] if len(args) > 1 else kwargs.get("dstRank", kwargs.get("srcRank", 0)))]
             sender, receiver = (rank, peer) if shape.given is not None else (peer, rank)
-            path = f"send.{self.names.transfer_name(own, ranks, sender, receiver)}"
+            path = f"send.{self.names.transfer_name(own, members, sender, receiver)}"
             op = "send" if shape.given is not None else "recv"
         else:
             word = reduction_name(reduction) if shape.reduces else ""
-            path = ".".join(filter(None, (shape.word, word, self.names.name_of(own, ranks))))
+            path = f"{shape.word}.{word}.{name}" if word else f"{shape.word}.{name}"
             op = f"{shape.word}({word})" if word else shape.word
         given = list(_tensors(_argument(shape.given, args, kwargs))) if gives else []
         received = list(_tensors(_argument(shape.received, args, kwargs))) if gets else []
@@ -236,23 +237,22 @@ class CollectiveHooks:
         bucket = self._local.bucket or self._unknown_bucket(builder)
         if bucket is not None:
             path = f"{path}.bucket"
-        site = Site(Phase.COMM, "", path, "", builder.count(Phase.COMM, "", path, "", False))
+        sites = builder.next_sites(Phase.COMM, "", path, "", False)
         root, owner = (call.root, call.path) if call is not None else ("", "")
         group = builder.add_group("collective", root, owner, op, call.group if call is not None else -1)
         inputs: list[int] = []
         for index, tensor in enumerate(given):
             known = builder.recorded(tensor) or (bucket.gradients if bucket is not None else _surroundings(call))
-            inputs += builder.add_tensor(site._replace(slot=f"in.{index}"), tensor, -1, known)
+            inputs += builder.add_tensor(sites[f"in.{index}"], tensor, -1, known)
         heard_by = bucket.received if bucket is not None else _listener(builder, call, is_pairwise)
-        return Begun(builder, site, group, inputs, list(received), heard_by)
+        return Begun(builder, sites, group, builder.same(tuple(inputs)), list(received), heard_by)
 
     def promise(self, begun: Begun, received: Sequence[torch.Tensor]) -> Promised:
         """Give the results of a collective their places in the step; `settle` reads them."""
         builder = begun.builder
         results: list[tuple[int, torch.Tensor]] = []
         for index, tensor in enumerate(received):
-            site = begun.site._replace(slot=f"out.{index}")
-            events = builder.reserve(site, tensor, begun.group, begun.inputs)
+            events = builder.reserve(begun.sites[f"out.{index}"], tensor, begun.group, begun.inputs)
             results += [(event, tensor) for event in events]
             self._note(begun, tensor, events)
         promised = Promised(builder, results)
@@ -376,10 +376,10 @@ def _listener(builder: StepBuilder, call: Call | None, is_pairwise: bool) -> lis
         return call.received
     if not in_backward():
         return None if is_pairwise else builder.top.received
-    purpose = fsdp_purpose()
+    purpose = purpose_of_collective()
     if purpose is None:
         return builder.received
-    return builder.gathered if purpose == "gather" else None
+    return builder.gathered if purpose is Purpose.GATHER else None
 
 
 def _argument(position: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

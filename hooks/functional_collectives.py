@@ -23,6 +23,7 @@ from bitcheck.hooks.dynamo import paused
 
 if TYPE_CHECKING:
     from bitcheck.hooks.collectives import Begun, CollectiveHooks
+    from bitcheck.hooks.process_groups import Members
     from bitcheck.hooks.recorder import Recorder
 
 NAMESPACE = "_c10d_functional"
@@ -118,27 +119,27 @@ class FunctionalCollectives:
             group = registry._resolve_process_group(group)
         elif isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
-        ranks = self._collectives.ranks_of(group)
-        if ranks is None:
+        members = self._collectives.members_of(group)
+        if members is None:
             return []
         if name in PAIRWISE:
-            return [self._begin_transfer(group, ranks, *transfer) for transfer in _transfers(name, values)]
+            return [self._begin_transfer(group, members, *transfer) for transfer in _transfers(name, values)]
         word, reduces = OPERATORS[name]
         value = values.get("input", values.get("inputs"))
         given = [value] if isinstance(value, torch.Tensor) else list(value or ())
-        if word == "broadcast" and ranks[int(values["src"])] != dist.get_rank():
+        if word == "broadcast" and members.ranks[int(values["src"])] != dist.get_rank():
             given = []
         reduction = str(values.get("reduce_op", "sum")).lower() if reduces else ""
-        path = ".".join(filter(None, (word, reduction, self._collectives.names.name_of(group, ranks))))
+        path = ".".join(filter(None, (word, reduction, members.name)))
         return [self._collectives.begin(path, f"{word}({reduction})" if reduces else word, given, ())]
 
-    def _begin_transfer(self, group: Any, ranks: list[int], op: str, peer: int, tensor: torch.Tensor) -> Begun | None:
+    def _begin_transfer(self, group: Any, members: Members, op: str, peer: int, tensor: torch.Tensor) -> Begun | None:
         """Record what goes to, or will come from, the member `peer` of a group."""
-        names, own, other = self._collectives.names, dist.get_rank(), ranks[peer]
+        names, own, other = self._collectives.names, dist.get_rank(), members.ranks[peer]
         is_sent = op == "isend"
         ends = (own, other) if is_sent else (other, own)
         given, received = ([tensor], []) if is_sent else ([], [tensor])
-        path = f"send.{names.transfer_name(group, ranks, *ends)}"
+        path = f"send.{names.transfer_name(group, members, *ends)}"
         return self._collectives.begin(path, op, given, received, is_pairwise=True)
 
     @paused

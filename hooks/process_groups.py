@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -25,10 +27,21 @@ def process_group_ranks(process_group: Any) -> list[int] | None:
 
 def reduction_name(reduction: Any) -> str:
     """Return `sum`, `avg`, ...; `custom` for one with parameters."""
-    if reduction is None:
-        return "sum"
-    name = str(getattr(reduction, "op", reduction)).rpartition(".")[2].partition(":")[0].strip("<> ").lower()
+    return "sum" if reduction is None else _name_of_operator(getattr(reduction, "op", reduction))
+
+
+@functools.cache
+def _name_of_operator(operator: Any) -> str:
+    name = str(operator).rpartition(".")[2].partition(":")[0].strip("<> ").lower()
     return name if name.isidentifier() else "custom"
+
+
+class Members(NamedTuple):
+    """Who is in a process group."""
+
+    ranks: list[int]
+    """Global ones, in the group's own order."""
+    name: str
 
 
 class GroupNames:
@@ -46,9 +59,16 @@ class GroupNames:
     def __init__(self) -> None:
         self._named: dict[str, list[str]] = {}
         """Name without a number -> torch's names of the groups that have it."""
+        self._known: weakref.WeakKeyDictionary[Any, Members] = weakref.WeakKeyDictionary()
 
-    def name_of(self, process_group: Any, ranks: Sequence[int]) -> str:
-        """Return the name of a group of these global ranks."""
+    def members_of(self, process_group: Any) -> Members | None:
+        """Return who is in a group, and its name; None for one that PyTorch's registry lacks."""
+        known = self._known.get(process_group)
+        if known is None and (ranks := process_group_ranks(process_group)) is not None:
+            known = self._known[process_group] = Members(ranks, self._name_of(process_group, ranks))
+        return known
+
+    def _name_of(self, process_group: Any, ranks: Sequence[int]) -> str:
         word = _given_name(process_group)
         name = ".".join(filter(None, (_ranks_name(ranks), word)))
         if word:
@@ -73,14 +93,12 @@ class GroupNames:
                 return
         same.append(own)
 
-    def transfer_name(self, process_group: Any, ranks: Sequence[int], sender: int, receiver: int) -> str:
+    def transfer_name(self, process_group: Any, members: Members, sender: int, receiver: int) -> str:
         """Return the name of what goes between two members: `0-1`, `0-1.pp`, `0-1.world.2`."""
         ends = f"{sender}-{receiver}"
-        group = self.name_of(process_group, ranks)
-        unmarked = _ranks_name(ranks)
-        if group == unmarked:
+        if members.name == _ranks_name(members.ranks):
             return ends
-        return f"{ends}.{_given_name(process_group) or group}"
+        return f"{ends}.{_given_name(process_group) or members.name}"
 
 
 def _given_name(process_group: Any) -> str:

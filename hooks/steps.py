@@ -511,7 +511,7 @@ class StepBuilder:
         """Give a strided tensor that is still being written its place; `settle` reads it."""
         if not self.is_kept:
             return []
-        index = self.record.add(site, kind_of(tensor), UNREAD, b"", group, tuple(inputs))
+        index = self.record.add(site, kind_of(tensor), UNREAD, b"", group, self.same(tuple(inputs)))
         self._unsettled.add(index)
         return [index]
 
@@ -522,11 +522,11 @@ class StepBuilder:
         self._unsettled.discard(index)
         try:
             if tensor.is_cpu:
-                self.record.digests[index], self.record.leaves[index] = digest_tensor(tensor)
+                plain = digest_plain(tensor)
+                self.record.digests[index], self.record.leaves[index] = plain[1:] if plain else digest_tensor(tensor)
             else:
-                self._digesters[tensor.device].check(tensor)
-                (ticket,) = self._digesters[tensor.device].submit_many([tensor])
-                self._owed[tensor.device][index] = ticket
+                kind = plain_on_device(tensor) or kind_of(tensor)
+                self._owed[tensor.device][index] = self._digesters[tensor.device].submit(tensor, kind)
         except DigestError as error:
             self.miss(f"{self.record.sites[index].text(False)}: {error}")
 

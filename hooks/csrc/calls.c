@@ -19,14 +19,12 @@ static int take_tensors(PyObject *pairs, PyObject *value, PyObject *slot)
     if (value == Py_None || PyUnicode_Check(value) || PyBytes_Check(value) || PyLong_Check(value) || PyFloat_Check(value))
         return 0;
     int is_one = is_any_tensor(value), failed = is_one < 0 ? -1 : 0;
-    if (is_one == 1) {
-        PyObject *pair = PyTuple_Pack(2, slot, value);
-        failed = pair == NULL ? -1 : PyList_Append(pairs, pair);
-        Py_XDECREF(pair);
-    } else if (is_one == 0) {
+    if (is_one == 1)
+        failed = append_pair(pairs, slot, value);
+    else if (is_one == 0) {
         PyObject *found = PyObject_CallFunctionObjArgs(named_tensors, value, slot, NULL);
         PyObject *all = found != NULL ? PySequence_List(found) : NULL;
-        failed = all == NULL ? -1 : PyList_SetSlice(pairs, PyList_GET_SIZE(pairs), PyList_GET_SIZE(pairs), all);
+        failed = all == NULL ? -1 : extend(pairs, all);
         Py_XDECREF(found);
         Py_XDECREF(all);
     }
@@ -313,7 +311,7 @@ static int take_members(PyObject *list, PyObject *members)
 {
     int failed = members == NULL ? -1 : 0;
     if (!failed && members != Py_None)
-        failed = PyList_SetSlice(list, PyList_GET_SIZE(list), PyList_GET_SIZE(list), members);
+        failed = extend(list, members);
     Py_XDECREF(members);
     return failed;
 }
@@ -457,14 +455,6 @@ static PyObject *open_call_group(PyObject *builder, PyObject *sites, PyObject *p
     Py_XDECREF(kind);
     Py_XDECREF(group);
     return number;
-}
-
-/* Set an attribute to a new reference, which is given away; -1 with an error set. */
-static int put(PyObject *object, PyObject *attribute, PyObject *value)
-{
-    int failed = value == NULL ? -1 : PyObject_SetAttr(object, attribute, value);
-    Py_XDECREF(value);
-    return failed;
 }
 
 /* Fill in a new call and count it; -1 with an error set. */

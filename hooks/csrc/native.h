@@ -261,6 +261,29 @@ static inline long long number_of(PyObject *object, PyObject *method)
     return (long long)number;
 }
 
+/* Set an attribute to a new reference, which is given away; -1 with an error set, as there is where it is NULL. */
+static inline int put(PyObject *object, PyObject *attribute, PyObject *value)
+{
+    int failed = value == NULL ? -1 : PyObject_SetAttr(object, attribute, value);
+    Py_XDECREF(value);
+    return failed;
+}
+
+/* Add the members of a sequence, or a pair, to a list; -1 with an error set. */
+static inline int extend(PyObject *list, PyObject *members)
+{
+    Py_ssize_t end = PyList_GET_SIZE(list);
+    return PyList_SetSlice(list, end, end, members);
+}
+
+static inline int append_pair(PyObject *list, PyObject *name, PyObject *value)
+{
+    PyObject *pair = PyTuple_Pack(2, name, value);
+    int failed = pair == NULL ? -1 : PyList_Append(list, pair);
+    Py_XDECREF(pair);
+    return failed;
+}
+
 static inline int is_tensor(PyObject *value)
 {
     return (PyObject *)Py_TYPE(value) == tensor_type || (PyObject *)Py_TYPE(value) == parameter_type;

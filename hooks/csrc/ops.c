@@ -245,20 +245,6 @@ static int is_sequence(PyObject *value)
 }
 
 /* Add the members of a sequence to a list. */
-static int extend(PyObject *list, PyObject *members)
-{
-    Py_ssize_t end = PyList_GET_SIZE(list);
-    return PyList_SetSlice(list, end, end, members);
-}
-
-static int append_pair(PyObject *list, PyObject *name, PyObject *value)
-{
-    PyObject *pair = PyTuple_Pack(2, name, value);
-    int failed = pair == NULL ? -1 : PyList_Append(list, pair);
-    Py_XDECREF(pair);
-    return failed;
-}
-
 static int sort_argument(PyObject *name, PyObject *value, PyObject *tensors, PyObject *scalars);
 
 /* Put the members of a sequence where they belong, as `op_schema.named_arguments` names them: as `sort_argument`. */

@@ -46,15 +46,6 @@ static int is_shortcut(PyObject *shortcut)
     return 0;
 }
 
-/* Set an attribute to a number; -1 with an error set. */
-static int put_number(PyObject *object, PyObject *attribute, long long number)
-{
-    PyObject *value = PyLong_FromLongLong(number);
-    int failed = value == NULL ? -1 : PyObject_SetAttr(object, attribute, value);
-    Py_XDECREF(value);
-    return failed;
-}
-
 /* Reserve slots, as `Ring.reserve`; returns the flight, a new reference, and sets the first slot. */
 static PyObject *reserve(PyObject *ring, long long slots, long long capacity, long long *slot)
 {
@@ -81,7 +72,8 @@ static PyObject *reserve(PyObject *ring, long long slots, long long capacity, lo
     PyObject *flight = PyObject_GetAttr(ring, name__filling);
     *slot = head;
     if (flight != NULL &&
-        (put_number(ring, name__head, head + slots) < 0 || put_number(flight, name_end, head + slots) < 0))
+        (put(ring, name__head, PyLong_FromLongLong(head + slots)) < 0 ||
+         put(flight, name_end, PyLong_FromLongLong(head + slots)) < 0))
         Py_CLEAR(flight);
     return flight;
 }

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 
 from bitcheck.answer import Verdict
@@ -17,6 +14,7 @@ from bitcheck.replicas import check_replicas
 from bitcheck.replicas_answer import ReplicaVerdict
 from bitcheck.run import open_run
 from bitcheck.verify import verify_run
+from tests.hooks.jobs import Job, end_all
 
 PROGRAM = """
 import time
@@ -46,40 +44,16 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def start_ranks(folder: Path, program: str, *command: str) -> list[subprocess.Popen[bytes]]:
+def start_ranks(folder: Path, program: str, *command: str) -> list[Job]:
     """Start a program once a rank, as `srun` on two hosts of two processes does; `{host}` in the command is which."""
     (folder / "program.py").write_text(program)
     shared = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = []
+    ranks = []
     for rank in range(4):
         own = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank % 2), "HOST": str(rank // 2)}
         words = [word.format(host=rank // 2) for word in (*command, sys.executable, "program.py")]
-        processes.append(start(folder, f"rank-{rank}", own, words))
-    return processes
-
-
-def start(folder: Path, name: str, environment: dict[str, str], command: list[str]) -> subprocess.Popen[bytes]:
-    """Start a process that says what it says to a file."""
-    with (folder / f"{name}.said").open("wb") as said:
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT)
-
-
-def end_all(folder: Path, processes: list[subprocess.Popen[bytes]], timeout_s: float = 240) -> None:
-    """Wait until all have ended well. One that fails leaves others waiting for it: they are ended, all are heard."""
-    limit = time.monotonic() + timeout_s
-    statuses: list[int | None] = [None]
-    while None in statuses and not any(statuses) and time.monotonic() < limit:
-        time.sleep(0.1)
-        statuses = [process.poll() for process in processes]
-    for process in processes:  # a launcher ends its own processes first
-        process.terminate()
-    for process in processes:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        process.kill()
-        process.wait()
-    said = "".join(f"\n--- {path.stem}\n{path.read_text()[-3000:]}" for path in sorted(folder.glob("*.said")))
-    assert all(status == 0 for status in statuses), f"ended with {statuses}{said}"
+        ranks.append(Job(folder / f"rank-{rank}.said", words, folder, own))
+    return ranks
 
 
 def check_gathered(folder: Path, parts: list[Path]) -> None:
@@ -94,7 +68,7 @@ def check_gathered(folder: Path, parts: list[Path]) -> None:
 
 def test_a_launcher_a_rank_records_into_a_folder_of_each_hosts_own(tmp_path: Path) -> None:
     run = (sys.executable, "-m", "bitcheck", "run", "-o", "host{host}", "--own-folder", "--")
-    end_all(tmp_path, start_ranks(tmp_path, PROGRAM, *run))
+    end_all(start_ranks(tmp_path, PROGRAM, *run))
     check_gathered(tmp_path, [tmp_path / "host0", tmp_path / "host1"])
 
 
@@ -107,7 +81,7 @@ import bitcheck
 {before}
 with bitcheck.record("host" + os.environ["HOST"], own_folder=True, strict=True):
     {body}"""
-    end_all(tmp_path, start_ranks(tmp_path, program))
+    end_all(start_ranks(tmp_path, program))
     check_gathered(tmp_path, [tmp_path / "host0", tmp_path / "host1"])
 
 
@@ -122,8 +96,8 @@ def launch(folder: Path, name: str) -> list[Path]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
         launcher += ["--node-rank", str(host), "--master-addr", "127.0.0.1", "--master-port", str(port)]
         command = [sys.executable, "-m", "bitcheck", "run", "-o", f"{name}-{host}", "--", *launcher, "program.py"]
-        hosts.append(start(folder, f"host-{host}", environment, command))
-    end_all(folder, hosts)
+        hosts.append(Job(folder / f"host-{host}.said", command, folder, environment))
+    end_all(hosts)
     return [folder / f"{name}-{host}" for host in range(2)]
 
 

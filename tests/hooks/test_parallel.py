@@ -6,7 +6,6 @@ Each test is one job of gloo processes that runs its programs bare, recorded and
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -20,6 +19,7 @@ from bitcheck.hooks.tensors import digest_tensor
 from bitcheck.placements import parse_placement
 from bitcheck.run import Run, open_run
 from bitcheck.store import LoadedStep
+from tests.hooks.jobs import run_job
 
 LOW_RANK = "ddp_with_low_rank_gradients"
 V_SHAPED = ("pipeline_zero_bubble_v", "pipeline_dual_v") if torch.__version__ >= (2, 13) else ()
@@ -27,14 +27,14 @@ V_SHAPED = ("pipeline_zero_bubble_v", "pipeline_dual_v") if torch.__version__ >=
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def run_job(folder: Path, num_ranks: int, level: str, *names: str) -> None:
+def run_programs(folder: Path, num_ranks: int, level: str, *names: str) -> None:
     """Run programs and check what holds of each: the same bits thrice, and two equal recordings."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.hooks.parallel_job", str(folder), str(num_ranks), level]
-    ended = subprocess.run([*command, *names], cwd=ROOT, capture_output=True, timeout=120)
+    ended = run_job(folder, [*command, *names], ROOT)
     for name in names:
         for rank in range(num_ranks):
             path = folder / f"{name}-{rank}.json"
-            found = json.loads(path.read_text()) if path.exists() else {"error": ended.stderr.decode()}
+            found = json.loads(path.read_text()) if path.exists() else {"error": ended.said}
             assert "error" not in found, found["error"]
             assert found["bare"] == found["a"] == found["b"], f"{name}, rank {rank}: other final bits"
         with open_run(folder / name / "a") as baseline, open_run(folder / name / "b") as candidate:
@@ -66,7 +66,7 @@ def test_data_parallel_programs_are_recorded_as_they_are(tmp_path: Path) -> None
         "ddp_with_unused_parameters_and_buffers", "ddp_with_a_hook_of_its_own", "ddp_with_low_rank_gradients",
         "averaged_by_hand",
     )  # fmt: skip
-    run_job(tmp_path, 2, "module", *names)
+    run_programs(tmp_path, 2, "module", *names)
     with open_run(tmp_path / "ddp" / "a") as run:
         loaded = step(run, 1)
         assert "param/blocks.0.up.weight:value" in keys(loaded, Phase.PARAM), "the wrapper is in no name"
@@ -88,7 +88,7 @@ def test_sharded_programs_are_recorded_as_they_are(tmp_path: Path) -> None:
         "fsdp", "fsdp_that_keeps_parameters_gathered", "fsdp_in_mixed_precision",
         "fsdp_that_accumulates_and_recomputes",
     )  # fmt: skip
-    run_job(tmp_path, 2, "module", *names)
+    run_programs(tmp_path, 2, "module", *names)
     for name in names:
         with open_run(tmp_path / name / "a") as run:
             loaded = step(run, 1)
@@ -106,7 +106,7 @@ def test_sharded_programs_are_recorded_as_they_are(tmp_path: Path) -> None:
 
 
 def test_tensor_parallel_programs_are_recorded_as_they_are(tmp_path: Path) -> None:
-    run_job(tmp_path, 2, "module", "tensor_parallel", "sequence_parallel", "fsdp_and_tensor_parallel")
+    run_programs(tmp_path, 2, "module", "tensor_parallel", "sequence_parallel", "fsdp_and_tensor_parallel")
     with open_run(tmp_path / "tensor_parallel" / "a") as run:
         loaded = step(run, 0)
         texts = [site.text(False) for site in loaded.sites]
@@ -124,7 +124,7 @@ def test_expert_parallel_programs_are_recorded_as_they_are(tmp_path: Path) -> No
         "expert_parallel", "expert_parallel_asynchronous", "expert_parallel_functional", "every_collective",
         "groups_of_the_same_ranks",
     )  # fmt: skip
-    run_job(tmp_path, 2, "module", *names)
+    run_programs(tmp_path, 2, "module", *names)
     for name in names[:3]:
         with open_run(tmp_path / name / "a") as run:
             found = [key for key in keys(step(run, 0), Phase.COMM) if ":out" in key]
@@ -147,7 +147,7 @@ def test_expert_parallel_programs_are_recorded_as_they_are(tmp_path: Path) -> No
 
 @pytest.mark.skipif(not hasattr(torch.ops._c10d_functional, "isend"), reason="this PyTorch has no such operators")
 def test_transfers_by_operators_are_recorded_as_they_are(tmp_path: Path) -> None:
-    run_job(tmp_path, 2, "module", "transfers_by_operators")
+    run_programs(tmp_path, 2, "module", "transfers_by_operators")
     with open_run(tmp_path / "transfers_by_operators" / "a") as run:
         sent, received = (keys(step(run, rank), Phase.COMM) for rank in (0, 1))
         assert sent == ["comm/send.0-1:in.0", "comm/send.0-1:in.0#1", "comm/send.1-0:out.0"]
@@ -160,14 +160,14 @@ def test_objects_are_no_tensors_whoever_imported_the_functions_that_send_them(tm
     name = "objects_sent_by_functions_imported_by_name"
     for level in ("module", "op"):
         (tmp_path / level).mkdir()
-        run_job(tmp_path / level, 2, level, name)
+        run_programs(tmp_path / level, 2, level, name)
         with open_run(tmp_path / level / name / "a") as run:
             assert not keys(step(run, 0), Phase.COMM)
 
 
 def test_pipelines_are_recorded_as_they_are_by_stage_and_micro_batch(tmp_path: Path) -> None:
     names = ("pipeline_1f1b", "pipeline_interleaved")
-    run_job(tmp_path, 2, "module", *names, *V_SHAPED)
+    run_programs(tmp_path, 2, "module", *names, *V_SHAPED)
     for name in names:
         with open_run(tmp_path / name / "a") as run:
             for rank in (0, 1):
@@ -184,7 +184,7 @@ def test_programs_of_several_ranks_are_recorded_as_they_are_operation_by_operati
     names = (
         "fsdp", "tensor_parallel", "expert_parallel_functional", "pipeline_gpipe", "pipeline_zero_bubble", *V_SHAPED,
     )  # fmt: skip
-    run_job(tmp_path, 2, "op", *names)
+    run_programs(tmp_path, 2, "op", *names)
     with open_run(tmp_path / "tensor_parallel" / "a") as run:
         loaded = step(run, 0)
         texts = [site.text(False) for site in loaded.sites]
@@ -200,7 +200,8 @@ def test_programs_of_several_ranks_are_recorded_as_they_are_operation_by_operati
 
 def test_a_restart_with_other_buckets_is_told_as_what_it_is_and_what_is_advised_helps(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.hooks.restart_job", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    ended = run_job(tmp_path, command, ROOT)
+    assert ended.status == 0, ended.said
     for way in ("plain", "own_hook"):
         with open_run(tmp_path / way / "whole") as whole, open_run(tmp_path / way / "resumed") as resumed:
             answer = diff_runs(whole, resumed)
@@ -220,11 +221,8 @@ def test_a_rank_that_was_killed_is_named_and_its_finished_steps_are_compared(tmp
     command = [sys.executable, "-m", "bitcheck", "run", "-o"]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
     for name, status in (("whole", 0), ("cut", 1)):
-        ended = subprocess.run(
-            [*command, str(tmp_path / name), "--level", "module", "--", *launch, name],
-            cwd=ROOT, capture_output=True, timeout=120,
-        )  # fmt: skip
-        assert ended.returncode == status, ended.stderr.decode()
+        ended = run_job(tmp_path, [*command, str(tmp_path / name), "--level", "module", "--", *launch, name], ROOT)
+        assert ended.status == status, ended.said
     with open_run(tmp_path / "whole") as whole, open_run(tmp_path / "cut") as cut:
         answer = diff_runs(whole, cut)
         assert cut.rank(1).status == "killed"
@@ -262,7 +260,8 @@ def test_what_is_in_flight_is_read_when_it_is_there_in_every_step(tmp_path: Path
     (tmp_path / "job.py").write_text(textwrap.dedent(IN_FLIGHT))
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, "-m", *launcher, "job.py"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    ended = run_job(tmp_path, command, tmp_path)
+    assert ended.status == 0, ended.said
     with open_run(tmp_path / "a") as baseline, open_run(tmp_path / "b") as candidate:
         answer = diff_runs(baseline, candidate)
         assert (answer.verdict, answer.compared.steps) == ("identical", 3), answer.explanation

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 from bitcheck.replicas import check_replicas
 from bitcheck.replicas_answer import ReplicaAnswer, ReplicaCause, ReplicaVerdict
 from bitcheck.run import open_run
+from tests.hooks.jobs import run_job
 
 pytestmark = pytest.mark.xdist_group("replica_job")
 
@@ -50,12 +49,11 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
     def launched(name: str) -> Path:
         num_ranks, level, programs = LAUNCHES[name]
         folder = tmp_path_factory.mktemp(name)
-        command = [sys.executable, "-m", "tests.hooks.replica_job", folder, str(num_ranks), level, *programs]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        root = Path(__file__).parents[2]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, check=False)
+        command = [sys.executable, "-W", "ignore", "-m", "tests.hooks.replica_job", str(folder), str(num_ranks), level]
+        command += programs
+        done = run_job(folder, command, Path(__file__).parents[2])
         told = "".join(path.read_text() for path in folder.glob("*.txt"))
-        assert done.returncode == 0, f"{told}\n{done.stderr[-3000:]}"
+        assert done.status == 0, f"{told}\n{done.said[-3000:]}"
         return folder
 
     @functools.cache
