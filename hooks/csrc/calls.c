@@ -138,7 +138,7 @@ static int add_equal(PyObject *builder, PyObject *site, PyObject *tensor, PyObje
     PyObject *ticket = owed != NULL ? PyDict_GetItemWithError(owed, known) : NULL;
     if (PyErr_Occurred() || (ticket != NULL && PyDict_SetItem(owed, event, ticket) < 0))
         goto end;
-    found = (*added = PyObject_GetItem(alone, event)) == NULL ? -1 : 1;
+    found = (*added = item_of(alone, event)) == NULL ? -1 : 1;
 end:
     Py_XDECREF(version);
     Py_XDECREF(events);
@@ -370,7 +370,7 @@ static int record_argument(PyObject *gradients, PyObject *builder, PyObject *cal
 {
     PyObject *slot, *tensor, *site = NULL, *held = NULL, *sources = NULL, *group = NULL, *events = NULL, *node = NULL;
     int failed = -1;
-    if (take_apart(pair, &slot, &tensor) < 0 || (site = PyObject_GetItem(sites, slot)) == NULL)
+    if (take_apart(pair, &slot, &tensor) < 0 || (site = item_of(sites, slot)) == NULL)
         return -1;
     if ((held = remembered(builder, tensor)) != NULL)
         sources = PyObject_GetAttr(held, name_events);
@@ -401,7 +401,7 @@ static int record_result(PyObject *gradients, PyObject *builder, PyObject *call,
 {
     PyObject *slot, *tensor, *site = NULL, *held = NULL, *events = NULL, *node = NULL;
     int failed = -1;
-    if (take_apart(pair, &slot, &tensor) < 0 || (site = PyObject_GetItem(sites, slot)) == NULL)
+    if (take_apart(pair, &slot, &tensor) < 0 || (site = item_of(sites, slot)) == NULL)
         return -1;
     if (((held = remembered(builder, tensor)) == NULL && PyErr_Occurred()) ||
         (events = add_again(builder, site, tensor, group, sources, held)) == NULL ||

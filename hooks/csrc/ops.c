@@ -364,7 +364,7 @@ static PyObject *add_computed(PyObject *builder, PyObject *sites, PyObject *tens
         if (event == Py_None)
             events = PyObject_CallMethodObjArgs(builder, name_add_computed, site, tensor, group, given, NULL);
         else
-            events = PyObject_GetItem(alone, event);
+            events = item_of(alone, event);
         Py_DECREF(event);
         if (events == NULL)
             goto failed;
@@ -428,7 +428,7 @@ static int read_argument(PyObject *hooks, PyObject *where, PyObject *facts, PyOb
             goto end;
         }
     }
-    if ((site = PyObject_GetItem(sites, name)) == NULL)
+    if ((site = item_of(sites, name)) == NULL)
         goto end;
     if (memory != NULL) {
         int is_own = memory->builder == PyTuple_GET_ITEM(where, WHERE_BUILDER);
@@ -487,7 +487,7 @@ end:
 static int read_scalars(PyObject *hooks, PyObject *builder, PyObject *sites, PyObject *scalars, PyObject *group,
                         PyObject *inputs)
 {
-    PyObject *site = PyObject_GetItem(sites, name_scalars), *text = site != NULL ? PyObject_Repr(scalars) : NULL;
+    PyObject *site = item_of(sites, name_scalars), *text = site != NULL ? PyObject_Repr(scalars) : NULL;
     PyObject *texts = text != NULL ? PyObject_GetAttr(hooks, name__scalars) : NULL;
     PyObject *known = texts != NULL ? PyDict_GetItemWithError(texts, text) : NULL;
     int failed = -1;
@@ -889,7 +889,7 @@ static PyObject *close_operation(PyObject *hooks, PyObject *facts, PyObject *ope
         PyObject *entry = PyList_GET_ITEM(wrote, index);
         if (!is_tuple_of(entry, 3, "a slot, a tensor and its storage"))
             goto end;
-        PyObject *site = PyObject_GetItem(sites, PyTuple_GET_ITEM(entry, 0));
+        PyObject *site = item_of(sites, PyTuple_GET_ITEM(entry, 0));
         if (site == NULL)
             goto end;
         int failed = PyList_Append(places, site) || PyList_Append(tensors, PyTuple_GET_ITEM(entry, 1)) ||

@@ -236,7 +236,7 @@ static int settle_one(const Walk *walk, PyObject *tracked, const Edge *edge)
     const NodeRow *from = node_at(walk, edge->from);
     PyObject *call = find_owner(walk, from), *text = NULL, *sources = NULL, *number = NULL, *own = NULL, *owners = NULL;
     int failed = -1;
-    if (call != NULL && (text = PyObject_GetItem(worded, from->names)) != NULL &&
+    if (call != NULL && (text = item_of(worded, from->names)) != NULL &&
         (sources = same(walk->builder, from->sources)) != NULL &&
         (number = call != Py_None ? PyObject_GetAttr(call, name_number) : PyLong_FromLong(OUTSIDE)) != NULL &&
         (own = PyTuple_Pack(1, number)) != NULL && (owners = same(walk->builder, own)) != NULL &&
@@ -255,7 +255,7 @@ static int settle_one(const Walk *walk, PyObject *tracked, const Edge *edge)
 static int take_arrival(const Walk *walk, const Edge *edge, PyObject *computed, PyObject *flowing)
 {
     const NodeRow *from = node_at(walk, edge->from);
-    PyObject *call = find_owner(walk, from), *text = call != NULL ? PyObject_GetItem(worded, from->names) : NULL;
+    PyObject *call = find_owner(walk, from), *text = call != NULL ? item_of(worded, from->names) : NULL;
     PyObject *pair = text != NULL ? PyTuple_Pack(2, call, text) : NULL;
     int failed = pair == NULL ? -1 : PyDict_SetItem(computed, pair, Py_None);
     for (Py_ssize_t place = 0; !failed && place < PyTuple_GET_SIZE(from->sources); place++)
@@ -471,7 +471,7 @@ static int flow_into(const Walk *walk, NodeRow *row)
             (row->sources = PySequence_Tuple(found)) == NULL || (names = PyList_AsTuple(met)) == NULL)
             goto end;
     }
-    if ((pair = PyTuple_Pack(2, own, names)) != NULL && (row->names = PyObject_GetItem(passed, pair)) != NULL)
+    if ((pair = PyTuple_Pack(2, own, names)) != NULL && (row->names = item_of(passed, pair)) != NULL)
         failed = 0;
 end:
     Py_XDECREF(own);

@@ -11,7 +11,7 @@ PyObject *next_sites(PyObject *builder, PyObject *phase, PyObject *root, PyObjec
     if (known == NULL || (places = PyObject_GetAttr(known, name__places)) == NULL)
         goto end;
     if ((key = PyTuple_Pack(5, phase, root, path, slot, is_eval)) == NULL ||
-        (place = PyObject_GetItem(places, key)) == NULL || (counts = PyObject_GetAttr(builder, name__counts)) == NULL)
+        (place = item_of(places, key)) == NULL || (counts = PyObject_GetAttr(builder, name__counts)) == NULL)
         goto end;
     if (!PyDict_Check(counts)) {
         PyErr_SetString(PyExc_TypeError, "a step counts in a dictionary");
@@ -100,7 +100,7 @@ int add_on_device(PyObject *builder, Py_ssize_t count, PyObject *const *sites, P
     found = -1;
     if ((device = PyObject_GetAttr(tensors[0], name_device)) == NULL ||
         (digesters = PyObject_GetAttr(builder, name__digesters)) == NULL ||
-        (digester = PyObject_GetItem(digesters, device)) == NULL ||
+        (digester = item_of(digesters, device)) == NULL ||
         (found = submit_few(digester, count, tensors, kinds, places, tickets)) < 0) {
         if (PyErr_ExceptionMatches(digest_error)) { /* a graph is being captured, or the device has failed */
             PyErr_Clear();
@@ -112,14 +112,14 @@ int add_on_device(PyObject *builder, Py_ssize_t count, PyObject *const *sites, P
         goto end;
     found = -1;
     if ((none = PyBytes_FromStringAndSize(NULL, 0)) == NULL || (record = PyObject_GetAttr(builder, name_record)) == NULL ||
-        (all_owed = PyObject_GetAttr(builder, name__owed)) == NULL || (owed = PyObject_GetItem(all_owed, device)) == NULL)
+        (all_owed = PyObject_GetAttr(builder, name__owed)) == NULL || (owed = item_of(all_owed, device)) == NULL)
         goto end;
     for (; num_added < count; num_added++) {
         Py_ssize_t at = add_event(record, sites[num_added], kinds[num_added], none, none, group, sources[num_added]);
         PyObject *event = at < 0 ? NULL : PyLong_FromSsize_t(at);
         if (event != NULL && PyObject_SetItem(owed, event, tickets[num_added]) < 0)
             Py_CLEAR(event);
-        added[num_added] = event != NULL ? PyObject_GetItem(alone, event) : NULL;
+        added[num_added] = event != NULL ? item_of(alone, event) : NULL;
         Py_XDECREF(event);
         if (added[num_added] == NULL)
             goto end;
@@ -216,7 +216,7 @@ static PyObject *add_at_hand(PyObject *builder, PyObject *site, PyObject *tensor
     } else {
         PyObject *record = PyObject_GetAttr(builder, name_record), *own[] = {record, site, tensor, group, sources};
         PyObject *event = record != NULL ? add_plain(NULL, own, 5) : NULL;
-        added = event == NULL || event == Py_None ? Py_XNewRef(event) : PyObject_GetItem(alone, event);
+        added = event == NULL || event == Py_None ? Py_XNewRef(event) : item_of(alone, event);
         Py_XDECREF(event);
         Py_XDECREF(record);
     }

@@ -158,7 +158,7 @@ PyObject *plain_kind(PyObject *tensor, PyObject *is_there)
     PyObject *key = shape != NULL ? PyTuple_Pack(2, dtype, shape) : NULL;
     Py_XDECREF(dtype);
     Py_XDECREF(shape);
-    PyObject *known = key != NULL ? PyObject_GetItem(plain_kinds, key) : NULL;
+    PyObject *known = key != NULL ? item_of(plain_kinds, key) : NULL;
     Py_XDECREF(key);
     if (known == NULL || (known != Py_None && is_true(PyObject_CallOneArg(is_functorch, tensor)) == 0))
         return known;
