@@ -33,6 +33,7 @@ from bitcheck.pairing import Standing, StepPair
 from bitcheck.roles import (
     CALLS,
     PROGRAM,
+    are_numbers,
     has_local_gradients,
     is_argument,
     is_local_gradient,
@@ -148,7 +149,7 @@ def _cause_of(blame: Blame, pair: StepPair, world_size: int) -> Cause:
         return Cause.COMPUTE if is_argument(site) else Cause.COLLECTIVE
     group = pair.group(blame.shown.position)
     if group is not None and is_operation(group) and not is_result(site, group):
-        if site.slot.endswith(".scalars"):  # a number that the program made, and no operation
+        if are_numbers(site.slot):
             return Cause.HYPERPARAMETER if site.phase is Phase.OPTIM else Cause.DATA
         if site.phase is Phase.FORWARD and site.path == PROGRAM:  # the program chose another tensor
             return Cause.DATA

@@ -16,7 +16,7 @@ from bitcheck.answer import STARTS, Cause, EnvironmentDifference, Origin
 from bitcheck.events import Phase
 from bitcheck.findings import Findings
 from bitcheck.remedies import find_remedy
-from bitcheck.roles import AFTER
+from bitcheck.roles import AFTER, are_numbers
 from bitcheck.wording import counted
 
 MAX_NAMED = 6
@@ -238,7 +238,7 @@ def _data(first: Origin, where: str, findings: Findings) -> list[str]:
             f"The program gave the operation {first.op} another argument in {where}: {_tensor(first)}{values}."
         ]
         if not first.remarks:  # they say where it comes from
-            memory = "" if first.site.partition("#")[0].endswith(".scalars") else "memory that was never written, "
+            memory = "" if are_numbers(first.site) else "memory that was never written, "
             sentences.append(
                 "All that was recorded before it agrees, so it comes from outside: data, "
                 f"{memory}or a choice made in Python."

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from bitcheck.answer import Cause, Origin
 from bitcheck.events import Level
-from bitcheck.roles import AFTER, LOCAL_GRADIENT_SLOTS
+from bitcheck.roles import AFTER, LOCAL_GRADIENT_SLOTS, NUMBERS
 
 COMPUTED = frozenset({Cause.FORWARD, Cause.BACKWARD, Cause.COMPUTE, Cause.OPTIMIZER})
 
@@ -110,7 +110,7 @@ REMEDIES: tuple[Remedy, ...] = (
         _only(Cause.DATA),
         "The program gives this operation another number: find what makes it at the line that asks for the operation "
         "(--stacks): an argument of the command, a configuration, a count, or what was read from a tensor (.item()).",
-        site=r"\.scalars(?:[#@]|$)",
+        site=NUMBERS,
     ),
     Remedy(
         _only(Cause.DATA),

@@ -5,6 +5,8 @@ Place in the flow: pairing -> *roles* -> attribution, causes.
 
 from __future__ import annotations
 
+import re
+
 from bitcheck.events import Group, Phase, Site
 from bitcheck.pairing import StepPair
 
@@ -24,6 +26,15 @@ LOCAL_GRADIENT_SLOTS = frozenset(
 )
 """A parameter's gradient within phase `backward`, the parts of a sparse one included. (`grad.head.out` is the
 gradient of the output of `head`, as code in the module around it computed it.)"""
+
+NUMBERS = r"\.scalars(?:[#@]|$)"
+"""Regular expression, found in sites and slots of the numbers, flags and words that the program gave an operation:
+Python made them, no operation did, and they are no tensor."""
+
+
+def are_numbers(site: str) -> bool:
+    """Whether a site, or its slot, is that of the numbers, flags and words that the program gave an operation."""
+    return re.search(NUMBERS, site) is not None
 
 
 def is_local_gradient(site: Site) -> bool:

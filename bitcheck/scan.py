@@ -22,7 +22,7 @@ from bitcheck.errors import EXIT_DIFFERENT, EXIT_IDENTICAL, ProgramFailed
 from bitcheck.launch import attached_environment, find_program, package_folder, run_program
 from bitcheck.remedies import Switch, find_switch
 from bitcheck.settings import Settings
-from bitcheck.wording import counted
+from bitcheck.wording import counted, word_line
 
 SCHEMA = "bitcheck.scan/1"
 
@@ -232,7 +232,7 @@ def describe(answer: ScanAnswer) -> list[tuple[str, list[str]]]:
             f"{', '.join(finding.outputs)}",
         ]
         if finding.line:
-            lines.append(f"asked for by {finding.line}")
+            lines.append(word_line(finding.line))
         parts.append((finding.kind, [*lines, finding.remedy]))
     if answer.skipped:
         lines = [f"{count:,} x {phrase}" for phrase, count in answer.skipped.items()]

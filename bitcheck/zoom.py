@@ -127,7 +127,7 @@ def confirm(plan: ZoomPlan, answer: ZoomAnswer, executions: int, folder: Path, r
     """
     origin = answer.diff.first
     if answer.sides is None or origin is None or not is_operation_result(origin):
-        return Confirmed(None, None, no_operation(answer.diff))
+        return Confirmed(None, None, no_operation(answer.diff, answer.pairs))
     data = plan.scratch / "inputs.pt"
     spec = {"step": origin.step, "rank": origin.rank, "site": origin.site, "file": str(data.absolute())}
     steps = f"{origin.step}:{origin.step + 1}"

@@ -13,6 +13,7 @@ from typing import Any
 
 from bitcheck.answer import Answer, Cause, Origin, Verdict
 from bitcheck.repro import Confirmation
+from bitcheck.roles import are_numbers
 from bitcheck.statistics import percent, rate_bound
 
 MAX_NAMED = 6
@@ -147,9 +148,16 @@ def none_diverged(answer: Answer, recorded: Answer, tries: int, steps: str) -> A
     )
 
 
-def no_operation(answer: Answer) -> str:
-    """Say why the first origin cannot be executed again, and what to do instead."""
+def no_operation(answer: Answer, num_pairs: int = 1) -> str:
+    """Say in one sentence why the first origin cannot be executed again, and then what to do instead.
+
+    `num_pairs`: how many pairs were recorded again.
+    """
     first = answer.first
+    if answer.verdict is Verdict.INCOMPARABLE:
+        return "The runs hold nothing that can be compared, so no operation was found. Next: what the answer advises."
+    if first is None and not num_pairs:
+        return "The runs agree as far as both go, so there is no operation to execute. Next: compare longer runs."
     if first is None:
         return (
             "No pair recorded again parts, so there is no operation to execute. Next: more pairs (--tries), or "
@@ -165,7 +173,21 @@ def no_operation(answer: Answer) -> str:
             f"{first.site} is missing in the {first.missing_in}: there is nothing in it to execute. Next: find what "
             "makes only one program do it."
         )
-    if first.op is not None and first.op.partition(" in ")[0].count(".") >= 2:
+    is_of_operation = first.op is not None and first.op.partition(" in ")[0].count(".") >= 2
+    if is_of_operation and are_numbers(first.site):
+        found = first.line if first.line is not None else "--stacks names it"
+        return (
+            f"The first origin, {first.site}, consists of the numbers, flags and words that {first.op} was given: "
+            "Python made them and no operation did, so there is none to execute. Next: find what makes the number at "
+            f"the line that asks for the operation ({found}): an argument, a configuration, a count, a value read from "
+            "a tensor (.item()), or one that an operation returned as a number."
+        )
+    if is_of_operation and first.cause is Cause.RNG:
+        return (
+            f"The first origin, {first.site}, is the state of the generator that {first.op} draws from, and not what "
+            "it gave: from one and the same state it would agree. Next: what the answer advises about the generator."
+        )
+    if is_of_operation:
         return (
             f"The first origin, {first.site}, is what {first.op} was given, and not what it gave: executed again on "
             f"one and the same argument it would agree. Next: {POISON}, which names reads of memory that was never "

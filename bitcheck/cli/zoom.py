@@ -115,13 +115,19 @@ def command(
             from bitcheck.report.text import print_answer
 
             print_answer(answer.diff, show_all=show_all)
-            for line in describe(answer, confirmed, keeps_script=bool(repro or output)):
+            missing = what_is_missing(confirm, repro)
+            for line in describe(answer, confirmed, keeps_script=bool(repro or output), missing=missing):
                 click.echo(line)
     return EXIT_STATUS[answer.diff.verdict]
 
 
-def describe(answer: ZoomAnswer, confirmed: Confirmed | None, keeps_script: bool) -> Iterable[str]:
-    """Yield the lines that follow the answer."""
+def what_is_missing(confirm: int | None, repro: Path | None) -> str:
+    """Return what cannot be had without an operation, of what was asked for."""
+    return " and ".join(["not confirmed"] * bool(confirm) + [f"no script written into {repro}"] * bool(repro))
+
+
+def describe(answer: ZoomAnswer, confirmed: Confirmed | None, keeps_script: bool, missing: str) -> Iterable[str]:
+    """Yield the lines that follow the answer; `missing` is what the obstacle is one to, where there is an obstacle."""
     if answer.pairs:
         pairs = "1 pair" if answer.pairs == 1 else f"{answer.pairs} pairs"
         yield f"recorded again: {pairs}, steps {answer.steps}, level op"
@@ -135,7 +141,7 @@ def describe(answer: ZoomAnswer, confirmed: Confirmed | None, keeps_script: bool
     if confirmed.script is not None and keeps_script:
         yield f"script: {confirmed.script}"
     if confirmed.obstacle:
-        yield f"not confirmed: {confirmed.obstacle}"
+        yield f"{missing}: {confirmed.obstacle}"
 
 
 def _variables(entries: Iterable[str]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from typing import TextIO
 
 from bitcheck.answer import Answer, Cause, Origin, Verdict
 from bitcheck.explain import format_ranks, word_processes
-from bitcheck.wording import counted, word_status
+from bitcheck.wording import counted, word_line, word_status
 
 MAX_ORIGINS = 5
 """Origins listed without `--all`."""
@@ -136,7 +136,7 @@ def _where(answer: Answer, first: Origin) -> list[str]:
         facts.append(first.module)
     if first.op:
         facts.append(f"op {first.op}")
-    asked = [f"asked for by {first.line}"] if first.line is not None else []
+    asked = [word_line(first.line)] if first.line is not None else []
     return [", ".join(facts), describe_tensor(first), *asked]
 
 

@@ -317,6 +317,7 @@ def test_without_an_operation_it_is_said_why_and_what_is_next(plan: ZoomPlan, tm
     [
         ("batch", "batch/Net:in.0", None, None, "is a batch"),
         ("forward", "forward/program:aten.add.Tensor.self", "aten.add.Tensor", None, "was given"),
+        ("forward", "forward/program:aten.add.Tensor.scalars#2", "aten.add.Tensor", None, "Python made them"),
         (
             "grad",
             "grad/program:aten.mul_.Tensor.self.written",

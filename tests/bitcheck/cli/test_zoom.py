@@ -94,9 +94,29 @@ def test_an_operation_that_repeats_itself_is_not_called_confirmed(runs: Path) ->
     answer = ZoomAnswer(diff_runs(make_run(), make_run()), diff_runs(make_run(), make_run()), 1, "2:3", None)
     for differing, word in ((0, "not confirmed: text"), (3, "confirmed: op differs in 3 of 5")):
         confirmed = Confirmed(None, Confirmation("op", 5, differing, 1, (0.0, 0.1), "text"), "", "advice")
-        lines = list(describe(answer, confirmed, keeps_script=False))
+        lines = list(describe(answer, confirmed, keeps_script=False, missing="not confirmed"))
         assert lines[1].startswith(word), lines
         assert (lines[-1] == "advice") == (not differing)
+
+
+@pytest.mark.parametrize(
+    ("executions", "script", "words"),
+    [
+        (50, None, "not confirmed: no operation"),
+        (None, Path("fault"), "no script written into fault: no operation"),
+        (50, Path("fault"), "not confirmed and no script written into fault: no operation"),
+    ],
+)
+def test_what_was_asked_for_and_cannot_be_had_is_told(executions: int | None, script: Path | None, words: str) -> None:
+    from bitcheck.cli.zoom import describe, what_is_missing
+    from bitcheck.diff import diff_runs
+    from bitcheck.zoom_answer import Confirmed, ZoomAnswer
+    from tests.bitcheck.made_up_runs import make_run
+
+    compared = diff_runs(make_run(), make_run())
+    answer = ZoomAnswer(compared, compared, 0, "", None)
+    lines = describe(answer, Confirmed(None, None, "no operation"), False, what_is_missing(executions, script))
+    assert list(lines) == [words]
 
 
 def test_a_program_that_fails_is_trouble(runs: Path) -> None:
