@@ -41,10 +41,14 @@ class Job:
     def end(self) -> None:
         """End what is left; each Python process tells the stacks of its threads."""
         for number in (signal.SIGABRT, signal.SIGKILL):
+            limit = time.monotonic() + _LAST_WORDS_S
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_LAST_WORDS_S)
+                while time.monotonic() < limit:
+                    self._process.poll()
+                    os.killpg(self._process.pid, 0)
+                    time.sleep(0.05)
+        self._process.wait()
 
 
 def end_all(jobs: Sequence[Job], timeout_s: float = TIMEOUT_S) -> None:
