@@ -63,8 +63,11 @@ class GroupNames:
 
     def members_of(self, process_group: Any) -> Members | None:
         """Return who is in a group, and its name; None for one that PyTorch's registry lacks."""
+        ranks = process_group_ranks(process_group)
+        if ranks is None:  # destroyed, for one, though its methods still work
+            return None
         known = self._known.get(process_group)
-        if known is None and (ranks := process_group_ranks(process_group)) is not None:
+        if known is None:
             known = self._known[process_group] = Members(ranks, self._name_of(process_group, ranks))
         return known
 
