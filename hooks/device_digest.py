@@ -228,6 +228,12 @@ class DeviceDigester:
     allocated here and now.
     """
 
+    __slots__ = (
+        "_begun", "_flight_leaves", "_kernels", "_kinds", "_known", "_launch_leaves", "_num_tickets", "_queue",
+        "_ring", "_scratch", "_scratch_address", "_scratch_bytes", "_scratch_stream", "_shortcut", "_table_tensors",
+        "_wishes",
+    )  # fmt: skip
+
     def __init__(
         self,
         queue: CudaQueue,

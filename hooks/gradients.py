@@ -599,10 +599,12 @@ def _as_list(value: Any) -> list[torch.Tensor]:
 
 
 if native is not None:
+    _PATTERN = Tracked(None, "", False, None)
     native.configure(
         backward_phase=Phase.BACKWARD,
         blame=_blame,
-        outputs_type=_Outputs,
+        outputs_pattern=_Outputs(None, 0, _PATTERN),  # type: ignore[arg-type]
         passed=_passed,
+        tracked_pattern=_PATTERN,
         worded=_worded,
     )

@@ -343,7 +343,7 @@ class ModuleHooks:
 
 if native is not None:
     native.configure(
-        call_type=Call,
+        call_pattern=Call(Phase.FORWARD, "", "", False, None),
         class_name=class_name,
         forward_phase=Phase.FORWARD,
         named_tensors=named_tensors,

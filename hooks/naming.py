@@ -225,17 +225,22 @@ class Registry:
     def tensors(self) -> Iterator[tuple[str, str, torch.Tensor, bool]]:
         """Yield (root, path, tensor, is parameter) of every parameter and buffer, each once."""
         seen: set[int] = set()
+        names = self._parameters
         for label, path, module in self.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None or id(parameter) in seen:
+            parameters, buffers = module._parameters, module._buffers
+            for name, parameter in parameters.items() if len(parameters) else ():
+                identity = id(parameter)
+                if parameter is None or identity in seen:
                     continue
-                seen.add(id(parameter))
-                own = _held_name(self._parameters, parameter)
-                if own is None:
+                seen.add(identity)
+                held = names.get(identity)  # as `_held_name`
+                if held is None or held[0]() is not parameter:
                     own = (label, f"{path}.{name}" if path else name)
                     self.add_parameter(parameter, *own)
+                else:
+                    own = held[1]
                 yield *own, parameter, True
-            for name, buffer in module._buffers.items():
+            for name, buffer in buffers.items() if len(buffers) else ():
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
                     yield label, f"{path}.{name}" if path else name, buffer, False

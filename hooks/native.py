@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-INTERFACE = 5
+INTERFACE = 6
 """One more with every change of what the two halves expect of each other: a checkout may hold an older one's build."""
 
 try:

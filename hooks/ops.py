@@ -583,11 +583,11 @@ class OpHooks(UnseenMode):
         if storage is None or storage in self._no_state:
             return False
         found: dict[int | None, torch.Tensor] = {}
-        for _, _, _, held in self._recorder.living_tensors():
+        for _, held in self._recorder.living_tensors():
             found[storage_id(held)] = held
             if held.grad is not None:
                 found[storage_id(held.grad)] = held.grad
-        for _, _, _, value in self._recorder.optimizers.states(self._recorder.optimizers.holdings()):
+        for _, value in self._recorder.optimizers.states(self._recorder.optimizers.holdings()):
             if isinstance(value, torch.Tensor):
                 found[storage_id(value)] = value
         known = self._state

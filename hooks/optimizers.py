@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from bitcheck.events import Phase
 from bitcheck.hooks.dynamo import paused, skip_frame
 from bitcheck.hooks.naming import ByIdentity
+from bitcheck.hooks.sites import PlaceKey
 from bitcheck.hooks.steps import StepBuilder
 
 if TYPE_CHECKING:
@@ -189,10 +190,9 @@ class OptimizerHooks:
                     self.found_gradients.add(name)
                     gradients.append((rank_of(parameter), name, gradient))
         gradients.sort(key=lambda entry: -entry[0])
-        sites = []
-        for _, (root, path), gradient in gradients:
-            sites.append((builder.next_sites(Phase.GRAD, root, path, "grad", False).first, gradient))
-        recorder.sharding.note(builder, builder.add_tensors(sites))
+        sites = builder.sites_once([(Phase.GRAD, root, path, "grad") for _, (root, path), _ in gradients])
+        found = [(site, gradient) for site, (_, _, gradient) in zip(sites, gradients, strict=True)]
+        recorder.sharding.note(builder, builder.add_tensors(found))
 
     def _record_scalars(self, builder: StepBuilder, optimizer: Optimizer, label: str) -> None:
         for index, group in enumerate(_groups(optimizer)):
@@ -226,19 +226,21 @@ class OptimizerHooks:
         """Return every optimizer that is in memory."""
         return [optimizer for optimizer, _ in self._labels.items()]
 
-    def states(self, holdings: list[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[str, str, str, Any]]:
-        """Yield (root, path, key, value) of everything in optimizers' states."""
+    def states(self, holdings: list[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[PlaceKey, Any]]:
+        """Yield (place, value) of everything in optimizers' states."""
         name_of = self._recorder.parameter_name
         for label, holding in holdings:
             for index, (parameter, state) in enumerate(holding.items()):
                 if not isinstance(parameter, torch.Tensor):  # state that belongs to no parameter
                     is_name = isinstance(parameter, (str, int))
-                    yield label, "", str(parameter) if is_name else f"{type(parameter).__name__}.{index}", state
+                    slot = str(parameter) if is_name else f"{type(parameter).__name__}.{index}"
+                    yield (Phase.OPTIM, label, "", slot), state
                     continue
                 name = name_of(parameter)
                 if name is not None and isinstance(state, dict):
+                    root, path = name
                     for key, value in state.items():
-                        yield *name, str(key), value
+                        yield (Phase.OPTIM, root, path, str(key)), value
 
     def free_parameters(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (label, path, tensor) of parameters that belong to no module."""

@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from bitcheck.hooks.ops import OpHooks
 from bitcheck.hooks.optimizers import OptimizerHooks
 from bitcheck.hooks.rng import generator_states
 from bitcheck.hooks.sharding import Sharding
-from bitcheck.hooks.sites import Known
+from bitcheck.hooks.sites import Known, PlaceKey
 from bitcheck.hooks.steps import Digesters, StepBuilder
 from bitcheck.hooks.writer import StepWriter, Store
 
@@ -99,7 +99,7 @@ class Recorder:
         self._closing: StepBuilder | None = None
         """A step whose optimizer stepped, while an evaluation runs before the next training forward."""
         self._initial: StepBuilder | None = None
-        self._has_initial: set[tuple[Phase, str, str, str]] = set()
+        self._has_initial: set[PlaceKey] = set()
         self._stepped = False
         self._is_stopped = False
         self._pid = 0
@@ -443,33 +443,24 @@ class Recorder:
             builder.add_bytes(builder.next_sites(Phase.RNG, "", name, "state", False).first, state)
 
     @paused
-    def _take_state(self, builder: StepBuilder, taken: set[tuple[Phase, str, str, str]]) -> None:
+    def _take_state(self, builder: StepBuilder, taken: set[PlaceKey]) -> None:
         """Record parameters, buffers, optimizer state and tracked tensors that `taken` lacks."""
         held = self._held
         if held is not None and held.is_last_chance:
             tensors, holdings = held.tensors, held.holdings
         else:
             tensors, holdings = self.living_tensors(), self.optimizers.holdings()
-        states = self.optimizers.states(holdings)
-        sites = []
-        for phase, root, path, tensor in tensors:
-            key = (phase, root, path, "value")
-            if key not in taken:
-                taken.add(key)
-                sites.append((builder.next_sites(*key, False).first, tensor))
-        self.sharding.note(builder, builder.add_tensors(sites))
-        sites = []
-        for root, path, slot, value in states:
-            key = (Phase.OPTIM, root, path, slot)
-            if key in taken:
-                continue
-            taken.add(key)
-            site = builder.next_sites(*key, False).first
+        states = _untaken(self.optimizers.states(holdings), taken)
+        living = _untaken(tensors, taken)
+        sites = zip(builder.sites_once(list(living)), living.values(), strict=True)
+        self.sharding.note(builder, builder.add_tensors(list(sites)))
+        kept = []
+        for site, value in zip(builder.sites_once(list(states)), states.values(), strict=True):
             if isinstance(value, torch.Tensor):
-                sites.append((site, value))
+                kept.append((site, value))
             else:
                 builder.add_value(site, value)
-        self.sharding.note(builder, builder.add_tensors(sites))
+        self.sharding.note(builder, builder.add_tensors(kept))
         for name, tracked in self._tracked.items():
             key = (Phase.EXTRA, "", name, "")
             if key not in taken:
@@ -486,14 +477,16 @@ class Recorder:
                 else:
                     builder.add_value(own["value"], value)
 
-    def living_tensors(self) -> list[tuple[Phase, str, str, torch.Tensor]]:
-        """Return (phase, root, path, tensor) of every parameter and buffer that is in memory."""
-        found = [
-            (Phase.PARAM if is_parameter else Phase.BUFFER, root, path, self.sharding.shard_of(tensor))
+    def living_tensors(self) -> list[tuple[PlaceKey, torch.Tensor]]:
+        """Return (place, tensor) of every parameter and buffer that is in memory."""
+        shard_of, is_lazy = self.sharding.shard_of, nn.parameter.is_lazy
+        found: list[tuple[PlaceKey, torch.Tensor]] = [
+            ((Phase.PARAM if is_parameter else Phase.BUFFER, root, path, "value"), shard_of(tensor))
             for root, path, tensor, is_parameter in self.registry.tensors()
-            if not nn.parameter.is_lazy(tensor)
+            if not is_lazy(tensor)
         ]
-        found += [(Phase.PARAM, root, path, tensor) for root, path, tensor in self.optimizers.free_parameters()]
+        free = self.optimizers.free_parameters()
+        found += [((Phase.PARAM, root, path, "value"), tensor) for root, path, tensor in free]
         return found
 
     def _note_uncalled(self, builder: StepBuilder) -> None:
@@ -564,6 +557,16 @@ class _Held:
                 recorder._close_step(is_aside=writer is not None and writer.is_current())
         finally:
             recorder._lock.release()
+
+
+def _untaken(parts: Iterable[tuple[PlaceKey, Any]], taken: set[PlaceKey]) -> dict[PlaceKey, Any]:
+    """Return those of some parts that were not taken before, the first of each place, and take them."""
+    found: dict[PlaceKey, Any] = {}
+    for key, value in parts:
+        if key not in taken:
+            found.setdefault(key, value)
+    taken.update(found)
+    return found
 
 
 def _asked(tracked: Callable[[], Any]) -> Any:

@@ -16,6 +16,10 @@ _MAX_MEMBERS = 64
 """Of a tuple that is kept for the next step; few are longer, and those would be much to keep."""
 _MAX_EXECUTIONS = 4_096
 """Executions at one place in one step whose sites are kept."""
+_MAX_ROWS = 64
+"""Rows of sites that are kept for the next step: a few a step."""
+PlaceKey = tuple[Phase, str, str, str]
+"""(phase, root, path, slot)."""
 Shared = TypeVar("Shared", bound=tuple[Any, ...])
 
 
@@ -66,12 +70,30 @@ class Place:
         return sites
 
 
+class Row:
+    """Places of the program each of which runs once in a step, one after the other."""
+
+    __slots__ = ("counts", "keys", "sites")
+
+    def __init__(self, keys: list[PlaceKey], places: list[Place]) -> None:
+        self.keys = keys
+        self.sites = [place.execution(0).first for place in places]
+        self.counts = dict.fromkeys(places, 1)
+        """How often each has run; fewer than `sites` where one is there twice."""
+
+
 class Known:
     """What the steps of one recorder have in common."""
+
+    __slots__ = (
+        "_places", "_rows", "_values",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._values: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._places = _Places()
+        self._rows: dict[tuple[int, PlaceKey], Row] = {}
+        """(how many, the first) -> the row of the last step that had such a one."""
 
     def same(self, value: Shared) -> Shared:
         """Return the object that stood for an equal one before, so that no new one outlives the call."""
@@ -84,6 +106,16 @@ class Known:
     def place(self, phase: Phase, root: str, path: str, slot: str, is_eval: bool) -> Place:
         """Return a place of the program."""
         return self._places[phase, root, path, slot, is_eval]
+
+    def row(self, keys: list[PlaceKey]) -> Row:
+        """Return places, none of an evaluation, in this order: mostly the row of the step before."""
+        like = len(keys), keys[0]
+        row = self._rows.get(like)
+        if row is None or row.keys != keys:
+            if len(self._rows) >= _MAX_ROWS:
+                self._rows.clear()
+            row = self._rows[like] = Row(keys, [self.place(*key, False) for key in keys])
+        return row
 
 
 class _Places(dict[tuple[Phase, str, str, str, bool], Place]):

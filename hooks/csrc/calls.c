@@ -5,6 +5,9 @@
 #define NUM_SLOTS 16
 static PyObject *slots[NUM_SLOTS];
 
+/* Places of the fields of a `Group`. */
+enum { GROUP_OP = 3, GROUP_PARENT, GROUP_SIZE };
+
 /* --- which tensors there are */
 
 /* Whether a value is a tensor, of any class: 1, 0, or -1 with an error set. */
@@ -70,7 +73,7 @@ static long long version_of(PyObject *tensor)
     int is_inference = says(tensor, name_is_inference);
     if (is_inference != 0)
         return is_inference < 0 ? -2 : -1;
-    PyObject *version = PyObject_GetAttr(tensor, name__version);
+    PyObject *version = get(tensor, name__version);
     long long number = version != NULL ? PyLong_AsLongLong(version) : -2;
     Py_XDECREF(version);
     return PyErr_Occurred() ? -2 : number;
@@ -79,7 +82,7 @@ static long long version_of(PyObject *tensor)
 /* Return what is remembered of this very tensor, NULL where nothing is, or with an error set. */
 static PyObject *remembered(PyObject *builder, PyObject *tensor)
 {
-    PyObject *all = PyObject_GetAttr(builder, name__remembered), *key = PyLong_FromVoidPtr(tensor), *living = NULL;
+    PyObject *all = get(builder, name__remembered), *key = PyLong_FromVoidPtr(tensor), *living = NULL;
     PyObject *held = all != NULL && key != NULL ? Py_XNewRef(PyDict_GetItemWithError(all, key)) : NULL;
     if (held != NULL && (living = PyObject_CallNoArgs(held)) != tensor)
         Py_CLEAR(held);
@@ -92,12 +95,12 @@ static PyObject *remembered(PyObject *builder, PyObject *tensor)
 /* Note under which events a tensor was last recorded, as `StepBuilder.remember`; -1 with an error set. */
 static int remember(PyObject *builder, PyObject *tensor, PyObject *events)
 {
-    PyObject *all = PyObject_GetAttr(builder, name__remembered), *key = PyLong_FromVoidPtr(tensor), *version = NULL;
+    PyObject *all = get(builder, name__remembered), *key = PyLong_FromVoidPtr(tensor), *version = NULL;
     PyObject *held = all != NULL && key != NULL ? PyObject_CallOneArg(remembered_type, tensor) : NULL;
     long long number = held != NULL ? version_of(tensor) : -2;
     int failed = -1;
     if (!PyErr_Occurred() && (version = PyLong_FromLongLong(number)) != NULL &&
-        PyObject_SetAttr(held, name_version, version) == 0 && PyObject_SetAttr(held, name_events, events) == 0)
+        set(held, name_version, version) == 0 && set(held, name_events, events) == 0)
         failed = PyDict_SetItem(all, key, held);
     Py_XDECREF(all);
     Py_XDECREF(key);
@@ -110,20 +113,20 @@ static int remember(PyObject *builder, PyObject *tensor, PyObject *events)
 static int add_equal(PyObject *builder, PyObject *site, PyObject *tensor, PyObject *group, PyObject *inputs, PyObject *held,
                      PyObject **added)
 {
-    PyObject *version = PyObject_GetAttr(held, name_version), *events = NULL, *record = NULL, *kinds = NULL, *digests = NULL;
+    PyObject *version = get(held, name_version), *events = NULL, *record = NULL, *kinds = NULL, *digests = NULL;
     PyObject *leaves = NULL, *sources = NULL, *all_owed = NULL, *device = NULL, *owed = NULL, *event = NULL;
     long long before = version != NULL ? PyLong_AsLongLong(version) : -2, now = PyErr_Occurred() ? -2 : version_of(tensor);
     int found = PyErr_Occurred() ? -1 : 0;
-    if (found < 0 || before != now || before < 0 || (events = PyObject_GetAttr(held, name_events)) == NULL ||
+    if (found < 0 || before != now || before < 0 || (events = get(held, name_events)) == NULL ||
         !PyTuple_Check(events) || PyTuple_GET_SIZE(events) != 1)
         goto end;
     PyObject *known = PyTuple_GET_ITEM(events, 0);
     Py_ssize_t at = PyLong_AsSsize_t(known);
     found = -1;
-    if ((record = PyObject_GetAttr(builder, name_record)) == NULL || (kinds = PyObject_GetAttr(record, name_kinds)) == NULL ||
-        (digests = PyObject_GetAttr(record, name_digests)) == NULL || (leaves = PyObject_GetAttr(record, name_leaves)) == NULL ||
-        (sources = same(builder, inputs)) == NULL || (all_owed = PyObject_GetAttr(builder, name__owed)) == NULL ||
-        (device = PyObject_GetAttr(tensor, name_device)) == NULL)
+    if ((record = get(builder, name_record)) == NULL || (kinds = get(record, name_kinds)) == NULL ||
+        (digests = get(record, name_digests)) == NULL || (leaves = get(record, name_leaves)) == NULL ||
+        (sources = same(builder, inputs)) == NULL || (all_owed = get(builder, name__owed)) == NULL ||
+        (device = get(tensor, name_device)) == NULL)
         goto end;
     if (!PyList_Check(kinds) || !PyList_Check(digests) || !PyList_Check(leaves) || !PyDict_Check(all_owed) || at < 0 ||
         at >= PyList_GET_SIZE(kinds) || at >= PyList_GET_SIZE(digests) || at >= PyList_GET_SIZE(leaves)) {
@@ -170,8 +173,8 @@ static PyObject *add_again(PyObject *builder, PyObject *site, PyObject *tensor, 
 /* Return what is followed in this step, as `GradientHooks._enter`. */
 static PyObject *enter_trace(PyObject *gradients, PyObject *builder)
 {
-    PyObject *trace = PyObject_GetAttr(gradients, name__trace), *reference = NULL, *held = NULL;
-    if (trace != NULL && trace != Py_None && (reference = PyObject_GetAttr(trace, name_builder)) != NULL)
+    PyObject *trace = get(gradients, name__trace), *reference = NULL, *held = NULL;
+    if (trace != NULL && trace != Py_None && (reference = get(trace, name_builder)) != NULL)
         held = PyObject_CallNoArgs(reference);
     Py_XDECREF(reference);
     Py_XDECREF(held);
@@ -203,16 +206,16 @@ static int follow_view(PyObject *trace, PyObject *tensor, PyObject *key, PyObjec
     int is_view = says(tensor, name__is_view);
     if (is_view != 1)
         return is_view;
-    PyObject *base = PyObject_GetAttr(tensor, name__base), *node = NULL, *at = NULL, *views = NULL;
+    PyObject *base = get(tensor, name__base), *node = NULL, *at = NULL, *views = NULL;
     int failed = -1;
-    if (base == NULL || (node = base != Py_None ? PyObject_GetAttr(base, name_grad_fn) : Py_NewRef(Py_None)) == NULL)
+    if (base == NULL || (node = base != Py_None ? get(base, name_grad_fn) : Py_NewRef(Py_None)) == NULL)
         goto end;
     if (node == Py_None) {
         failed = 0;
         goto end;
     }
     int is_same = (at = key_of(node)) != NULL ? PyObject_RichCompareBool(at, key, Py_EQ) : -1;
-    if (is_same == 0 && (views = PyObject_GetAttr(trace, name_views)) != NULL)
+    if (is_same == 0 && (views = get(trace, name_views)) != NULL)
         failed = PyObject_SetItem(views, at, tracked);
     else if (is_same > 0)
         failed = 0;
@@ -224,14 +227,39 @@ end:
     return failed;
 }
 
+/* Follow a tensor, as `_Trace.add`. */
+static PyObject *follow(PyObject *trace, PyObject *producer, PyObject *slot, PyObject *is_eval)
+{
+    PyObject *all = get(trace, name_tracked), *tracked = NULL;
+    if (all != NULL && !PyList_Check(all))
+        PyErr_SetString(PyExc_TypeError, "what a trace follows is a list");
+    else if (all != NULL && (tracked = like(tracked_pattern)) != NULL &&
+             (set(tracked, name_producer, producer) < 0 || set(tracked, name_slot, slot) < 0 ||
+              set(tracked, name_is_eval, is_eval) < 0 || set(tracked, name_trace, trace) < 0 ||
+              put(tracked, name_number, PyLong_FromSsize_t(PyList_GET_SIZE(all))) < 0 || PyList_Append(all, tracked) < 0))
+        Py_CLEAR(tracked);
+    Py_XDECREF(all);
+    return tracked;
+}
+
+/* Return `_Outputs(hooks, index, first)`. */
+static PyObject *new_outputs(PyObject *hooks, PyObject *index, PyObject *first)
+{
+    PyObject *outputs = like(outputs_pattern);
+    if (outputs != NULL &&
+        (set(outputs, name__hooks, hooks) < 0 || set(outputs, name__index, index) < 0 || set(outputs, name__first, first) < 0))
+        Py_CLEAR(outputs);
+    return outputs;
+}
+
 /* Follow the gradient of a tensor that `node` made, as `GradientHooks._track`; return the `Tracked`. */
 static PyObject *track(PyObject *gradients, PyObject *builder, PyObject *tensor, PyObject *node, PyObject *producer,
                        PyObject *slot, PyObject *is_eval)
 {
     PyObject *trace = enter_trace(gradients, builder), *key = NULL, *index = NULL, *all = NULL, *outputs = NULL;
     PyObject *tracked = NULL, *done = NULL;
-    if (trace == NULL || (key = key_of(node)) == NULL || (index = PyObject_GetAttr(tensor, name_output_nr)) == NULL ||
-        (all = PyObject_GetAttr(trace, name_outputs)) == NULL)
+    if (trace == NULL || (key = key_of(node)) == NULL || (index = get(tensor, name_output_nr)) == NULL ||
+        (all = get(trace, name_outputs)) == NULL)
         goto end;
     if (!PyDict_Check(all)) {
         PyErr_SetString(PyExc_TypeError, "what is followed of nodes is in a dictionary");
@@ -242,12 +270,11 @@ static PyObject *track(PyObject *gradients, PyObject *builder, PyObject *tensor,
         Py_CLEAR(tracked);
     else if (tracked != NULL || PyErr_Occurred())
         goto end;
-    if ((tracked = PyObject_CallMethodObjArgs(trace, name_add, producer, slot, is_eval, NULL)) == NULL ||
-        PyObject_SetAttr(tracked, name_key, key) < 0)
+    if ((tracked = follow(trace, producer, slot, is_eval)) == NULL || set(tracked, name_key, key) < 0)
         goto failed;
     if (outputs != NULL)
         done = PyObject_CallMethodObjArgs(outputs, name_add, index, tracked, NULL);
-    else if ((outputs = PyObject_CallFunctionObjArgs(outputs_type, gradients, index, tracked, NULL)) != NULL &&
+    else if ((outputs = new_outputs(gradients, index, tracked)) != NULL &&
              PyDict_SetItem(all, key, outputs) == 0)
         done = PyObject_CallMethodOneArg(node, name_register_prehook, outputs);
     if (done != NULL && follow_view(trace, tensor, key, tracked) == 0)
@@ -268,14 +295,14 @@ end:
 static int track_input(PyObject *gradients, PyObject *builder, PyObject *call, PyObject *slot, PyObject *tensor,
                        PyObject *node)
 {
-    PyObject *is_eval = PyObject_GetAttr(call, name_is_eval), *number = NULL, *more = NULL, *before = NULL, *all = NULL;
+    PyObject *is_eval = get(call, name_is_eval), *number = NULL, *more = NULL, *before = NULL, *all = NULL;
     PyObject *tracked = is_eval != NULL ? track(gradients, builder, tensor, node, Py_None, slot, is_eval) : NULL;
     int failed = -1;
-    if (tracked != NULL && (number = PyObject_GetAttr(call, name_number)) != NULL &&
-        (more = PyTuple_Pack(2, number, slot)) != NULL && (before = PyObject_GetAttr(tracked, name_consumers)) != NULL &&
+    if (tracked != NULL && (number = get(call, name_number)) != NULL &&
+        (more = PyTuple_Pack(2, number, slot)) != NULL && (before = get(tracked, name_consumers)) != NULL &&
         (all = PySequence_Concat(before, more)) != NULL) {
         Py_SETREF(all, same(builder, all));
-        failed = all == NULL ? -1 : PyObject_SetAttr(tracked, name_consumers, all);
+        failed = all == NULL ? -1 : set(tracked, name_consumers, all);
     }
     Py_XDECREF(is_eval);
     Py_XDECREF(tracked);
@@ -290,12 +317,12 @@ static int track_input(PyObject *gradients, PyObject *builder, PyObject *call, P
 static int track_output(PyObject *gradients, PyObject *builder, PyObject *call, PyObject *slot, PyObject *tensor,
                         PyObject *node)
 {
-    PyObject *is_eval = PyObject_GetAttr(call, name_is_eval), *producer = NULL;
+    PyObject *is_eval = get(call, name_is_eval), *producer = NULL;
     PyObject *tracked = is_eval != NULL ? track(gradients, builder, tensor, node, call, slot, is_eval) : NULL;
     int failed = -1;
-    if (tracked != NULL && (producer = PyObject_GetAttr(tracked, name_producer)) != NULL)
-        failed = producer != Py_None || (PyObject_SetAttr(tracked, name_producer, call) == 0 &&
-                                         PyObject_SetAttr(tracked, name_slot, slot) == 0)
+    if (tracked != NULL && (producer = get(tracked, name_producer)) != NULL)
+        failed = producer != Py_None || (set(tracked, name_producer, call) == 0 &&
+                                         set(tracked, name_slot, slot) == 0)
                      ? 0
                      : -1;
     Py_XDECREF(is_eval);
@@ -321,18 +348,18 @@ static int take_members(PyObject *list, PyObject *members)
 static PyObject *surroundings(PyObject *builder, PyObject *call)
 {
     PyObject *found = PyList_New(0), *top = NULL, *around = Py_NewRef(call), *sources = NULL;
-    if (found == NULL || take_members(found, PyObject_GetAttr(call, name_inputs)) ||
-        take_members(found, PyObject_GetAttr(call, name_children)))
+    if (found == NULL || take_members(found, get(call, name_inputs)) ||
+        take_members(found, get(call, name_children)))
         goto end;
     while (around != Py_None) {
-        if (take_members(found, PyObject_GetAttr(around, name__received)))
+        if (take_members(found, get(around, name__received)))
             goto end;
-        PyObject *parent = PyObject_GetAttr(around, name_parent);
+        PyObject *parent = get(around, name_parent);
         if (parent == NULL)
             goto end;
         Py_SETREF(around, parent);
     }
-    if ((top = PyObject_GetAttr(builder, name_top)) != NULL && take_members(found, PyObject_GetAttr(top, name__received)) == 0)
+    if ((top = get(builder, name_top)) != NULL && take_members(found, get(top, name__received)) == 0)
         sources = PyList_AsTuple(found);
 end:
     Py_XDECREF(found);
@@ -344,9 +371,9 @@ end:
 /* Add events to a tuple that an object has; -1 with an error set. */
 static int extend_tuple(PyObject *object, PyObject *attribute, PyObject *events)
 {
-    PyObject *before = PyObject_GetAttr(object, attribute), *all = NULL;
+    PyObject *before = get(object, attribute), *all = NULL;
     int failed = before == NULL || (all = PySequence_Concat(before, events)) == NULL ? -1
-                                                                                      : PyObject_SetAttr(object, attribute, all);
+                                                                                      : set(object, attribute, all);
     Py_XDECREF(before);
     Py_XDECREF(all);
     return failed;
@@ -373,15 +400,15 @@ static int record_argument(PyObject *gradients, PyObject *builder, PyObject *cal
     if (take_apart(pair, &slot, &tensor) < 0 || (site = item_of(sites, slot)) == NULL)
         return -1;
     if ((held = remembered(builder, tensor)) != NULL)
-        sources = PyObject_GetAttr(held, name_events);
+        sources = get(held, name_events);
     if (!PyErr_Occurred() && (sources == NULL || PyObject_Size(sources) == 0))
         Py_XSETREF(sources, surroundings(builder, above));
-    if (PyErr_Occurred() || sources == NULL || (group = PyObject_GetAttr(above, name_group)) == NULL ||
+    if (PyErr_Occurred() || sources == NULL || (group = get(above, name_group)) == NULL ||
         (events = add_again(builder, site, tensor, group, sources, held)) == NULL ||
         extend_tuple(call, name_inputs, events) < 0 || remember(builder, tensor, events) < 0)
         goto end;
     int requires_grad = has(tensor, name_requires_grad);
-    if (requires_grad == 1 && (node = PyObject_GetAttr(tensor, name_grad_fn)) != NULL)
+    if (requires_grad == 1 && (node = get(tensor, name_grad_fn)) != NULL)
         failed = node != Py_None ? track_input(gradients, builder, call, slot, tensor, node) : 0;
     else if (requires_grad == 0)
         failed = 0;
@@ -406,7 +433,7 @@ static int record_result(PyObject *gradients, PyObject *builder, PyObject *call,
     if (((held = remembered(builder, tensor)) == NULL && PyErr_Occurred()) ||
         (events = add_again(builder, site, tensor, group, sources, held)) == NULL ||
         extend_tuple(call, name_outputs, events) < 0 || remember(builder, tensor, events) < 0 ||
-        (node = PyObject_GetAttr(tensor, name_grad_fn)) == NULL)
+        (node = get(tensor, name_grad_fn)) == NULL)
         goto end;
     failed = node != Py_None ? track_output(gradients, builder, call, slot, tensor, node) : 0;
 end:
@@ -420,8 +447,8 @@ end:
 /* Return `ModuleHooks._recorder.gradients`. */
 static PyObject *gradients_of(PyObject *hooks)
 {
-    PyObject *recorder = PyObject_GetAttr(hooks, name__recorder);
-    PyObject *gradients = recorder != NULL ? PyObject_GetAttr(recorder, name_gradients) : NULL;
+    PyObject *recorder = get(hooks, name__recorder);
+    PyObject *gradients = recorder != NULL ? get(recorder, name_gradients) : NULL;
     Py_XDECREF(recorder);
     return gradients;
 }
@@ -443,12 +470,30 @@ static int record_arguments(PyObject *hooks, PyObject *builder, PyObject *call, 
     return failed;
 }
 
+/* Return the computation that a call is, as `Sites.group`: mostly that of the step before. */
+static PyObject *group_of_call(PyObject *sites, PyObject *phase, PyObject *kind, PyObject *above)
+{
+    PyObject *group = get(sites, name__group), *node = group != NULL ? get(sites, name__node) : NULL;
+    int is_same = node == NULL ? -1 : group != Py_None && PyTuple_Check(group) && PyTuple_GET_SIZE(group) == GROUP_SIZE;
+    if (is_same == 1)
+        is_same = PyObject_RichCompareBool(PyTuple_GET_ITEM(group, GROUP_PARENT), above, Py_EQ);
+    if (is_same == 1)
+        is_same = PyObject_RichCompareBool(PyTuple_GET_ITEM(group, GROUP_OP), kind, Py_EQ);
+    if (is_same == 1)
+        is_same = PyObject_RichCompareBool(node, name_empty, Py_EQ);
+    Py_XDECREF(node);
+    if (is_same == 1)
+        return group;
+    Py_XDECREF(group);
+    return is_same < 0 ? NULL : PyObject_CallMethodObjArgs(sites, name_group, phase, kind, above, NULL);
+}
+
 /* Open the computation that a call is, as `builder.open_group(sites.group(...))`; return its number. */
 static PyObject *open_call_group(PyObject *builder, PyObject *sites, PyObject *phase, PyObject *module, PyObject *parent)
 {
-    PyObject *above = parent != Py_None ? PyObject_GetAttr(parent, name_group) : PyLong_FromLong(-1), *number = NULL;
+    PyObject *above = parent != Py_None ? get(parent, name_group) : PyLong_FromLong(-1), *number = NULL;
     PyObject *kind = above != NULL ? PyObject_CallOneArg(class_name, module) : NULL;
-    PyObject *group = kind != NULL ? PyObject_CallMethodObjArgs(sites, name_group, phase, kind, above, NULL) : NULL;
+    PyObject *group = kind != NULL ? group_of_call(sites, phase, kind, above) : NULL;
     if (group != NULL)
         number = append_group(builder, group);
     Py_XDECREF(above);
@@ -461,15 +506,15 @@ static PyObject *open_call_group(PyObject *builder, PyObject *sites, PyObject *p
 static int register_call(PyObject *hooks, PyObject *builder, PyObject *module, PyObject *call, PyObject *parent,
                          PyObject *phase, PyObject *sites, PyObject *root, PyObject *path)
 {
-    PyObject *first = PyObject_GetAttr(sites, name_first), *calls = NULL, *called = NULL, *key = NULL;
+    PyObject *first = get(sites, name_first), *calls = NULL, *called = NULL, *key = NULL;
     int failed = -1;
-    if (first != NULL && PyObject_SetAttr(call, name_sites, sites) == 0 &&
-        put(call, name_occurrence, PyObject_GetAttr(first, name_occurrence)) == 0 &&
+    if (first != NULL && set(call, name_sites, sites) == 0 &&
+        put(call, name_occurrence, get(first, name_occurrence)) == 0 &&
         put(call, name_group, open_call_group(builder, sites, phase, module, parent)) == 0 &&
         put(call, name_thread, PyLong_FromUnsignedLong(PyThread_get_thread_ident())) == 0 &&
-        (calls = PyObject_GetAttr(builder, name_calls)) != NULL &&
+        (calls = get(builder, name_calls)) != NULL &&
         put(call, name_number, PyLong_FromSsize_t(PyObject_Size(calls))) == 0 && PyList_Append(calls, call) == 0 &&
-        (called = PyObject_GetAttr(hooks, name_called)) != NULL && (key = PyTuple_Pack(2, root, path)) != NULL)
+        (called = get(hooks, name_called)) != NULL && (key = PyTuple_Pack(2, root, path)) != NULL)
         failed = PySet_Add(called, key);
     Py_XDECREF(first);
     Py_XDECREF(calls);
@@ -481,9 +526,9 @@ static int register_call(PyObject *hooks, PyObject *builder, PyObject *module, P
 /* Return the innermost call of this thread, None where there is none, and whether it evaluates. */
 static PyObject *innermost(PyObject *hooks, PyObject **is_eval)
 {
-    PyObject *local = PyObject_GetAttr(hooks, name__local), *stack = NULL, *parent = NULL;
-    if (local != NULL && (stack = PyObject_GetAttr(local, name_stack)) != NULL && PyList_Check(stack) &&
-        (*is_eval = PyObject_GetAttr(local, name_is_eval)) != NULL)
+    PyObject *local = get(hooks, name__local), *stack = NULL, *parent = NULL;
+    if (local != NULL && (stack = get(local, name_stack)) != NULL && PyList_Check(stack) &&
+        (*is_eval = get(local, name_is_eval)) != NULL)
         parent = Py_NewRef(PyList_GET_SIZE(stack) > 0 ? PyList_GET_ITEM(stack, PyList_GET_SIZE(stack) - 1) : Py_None);
     else if (!PyErr_Occurred())
         PyErr_SetString(PyExc_TypeError, "a thread's calls are a list");
@@ -492,18 +537,27 @@ static PyObject *innermost(PyObject *hooks, PyObject **is_eval)
     return parent;
 }
 
+/* Return `Call(phase, root, path, is_eval, parent)`. */
+static PyObject *new_call(PyObject *phase, PyObject *root, PyObject *path, PyObject *is_eval, PyObject *parent)
+{
+    PyObject *call = like(call_pattern);
+    if (call != NULL && (set(call, name_phase, phase) < 0 || set(call, name_root, root) < 0 || set(call, name_path, path) < 0 ||
+                         set(call, name_is_eval, is_eval) < 0 || set(call, name_parent, parent) < 0))
+        Py_CLEAR(call);
+    return call;
+}
+
 /* As `ModuleHooks._begin`, unseen. */
 static PyObject *begin_unseen(PyObject *hooks, PyObject *builder, PyObject *module, PyObject *name, PyObject *args,
                               PyObject *kwargs, PyObject *recomputes)
 {
     PyObject *is_eval = NULL, *parent = innermost(hooks, &is_eval), *root = NULL, *path = NULL, *call = NULL, *sites = NULL;
-    PyObject *arguments = NULL, *begun = NULL, *none = NULL;
+    PyObject *arguments = NULL, *begun = NULL;
     PyObject *phase = recomputes == Py_True ? recompute_phase : forward_phase;
-    if (parent == NULL || (root = PyObject_GetAttr(name, name_root)) == NULL ||
-        (path = PyObject_GetAttr(name, name_path)) == NULL ||
-        (call = PyObject_CallFunctionObjArgs(call_type, phase, root, path, is_eval, parent, NULL)) == NULL ||
-        (none = PyUnicode_FromString("")) == NULL ||
-        (sites = next_sites(builder, phase, root, path, none, is_eval)) == NULL ||
+    if (parent == NULL || (root = get(name, name_root)) == NULL ||
+        (path = get(name, name_path)) == NULL ||
+        (call = new_call(phase, root, path, is_eval, parent)) == NULL ||
+        (sites = next_sites(builder, phase, root, path, name_empty, is_eval)) == NULL ||
         register_call(hooks, builder, module, call, parent, phase, sites, root, path) < 0 ||
         (arguments = tensors_among(args, kwargs)) == NULL ||
         record_arguments(hooks, builder, call, parent, sites, arguments) < 0 ||
@@ -518,7 +572,6 @@ end:
     Py_XDECREF(call);
     Py_XDECREF(sites);
     Py_XDECREF(arguments);
-    Py_XDECREF(none);
     return begun;
 }
 
@@ -540,14 +593,14 @@ static PyObject *end_unseen(PyObject *hooks, PyObject *builder, PyObject *call, 
     PyObject *pairs = PyList_New(0), *out = PyUnicode_FromString("out"), *sources = NULL, *sites = NULL, *group = NULL;
     PyObject *gradients = NULL, *outputs = NULL, *phase = NULL, *done = NULL;
     if (pairs == NULL || out == NULL || take_tensors(pairs, result, out) < 0 ||
-        (sources = surroundings(builder, call)) == NULL || (sites = PyObject_GetAttr(call, name_sites)) == NULL ||
-        (group = PyObject_GetAttr(call, name_group)) == NULL || (gradients = gradients_of(hooks)) == NULL)
+        (sources = surroundings(builder, call)) == NULL || (sites = get(call, name_sites)) == NULL ||
+        (group = get(call, name_group)) == NULL || (gradients = gradients_of(hooks)) == NULL)
         goto end;
     for (Py_ssize_t index = 0; index < PyList_GET_SIZE(pairs); index++)
         if (record_result(gradients, builder, call, sites, group, sources, PyList_GET_ITEM(pairs, index)) < 0)
             goto end;
-    if ((outputs = PyObject_GetAttr(call, name_outputs)) == NULL || extend_tuple(parent, name_children, outputs) < 0 ||
-        (phase = PyObject_GetAttr(call, name_phase)) == NULL)
+    if ((outputs = get(call, name_outputs)) == NULL || extend_tuple(parent, name_children, outputs) < 0 ||
+        (phase = get(call, name_phase)) == NULL)
         goto end;
     done = phase == recompute_phase ? PyObject_CallMethodObjArgs(hooks, name__note_recomputed, builder, call, NULL)
                                     : Py_NewRef(Py_None);
@@ -570,7 +623,7 @@ PyObject *end_call(PyObject *unused, PyObject *const *args, Py_ssize_t num_args)
         PyErr_SetString(PyExc_TypeError, "end_call takes hooks, a step, a call, its arguments and its result");
         return NULL;
     }
-    PyObject *parent = is_configured(0, NUM_NEEDS) ? PyObject_GetAttr(args[2], name_parent) : NULL, *done = NULL;
+    PyObject *parent = is_configured(0, NUM_NEEDS) ? get(args[2], name_parent) : NULL, *done = NULL;
     if (parent == Py_None)
         done = PyObject_CallMethodObjArgs(args[0], name__record_outputs, args[1], args[2], args[3], args[4], NULL);
     else if (parent != NULL && begin_pause(&pause) == 0)

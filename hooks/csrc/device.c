@@ -33,7 +33,7 @@ long long find_place(PyObject *tensor, long long num_bytes)
         return PLACE_ERROR;
     if (!is_contiguous)
         return available == 0 ? PLACE_MISSING : PLACE_STRIDED;
-    PyObject *itemsize = PyObject_GetAttr(tensor, name_itemsize);
+    PyObject *itemsize = get(tensor, name_itemsize);
     if (itemsize == NULL)
         return PLACE_ERROR;
     long long element_bytes = PyLong_AsLongLong(itemsize), offset = number_of(tensor, name_storage_offset);
@@ -92,26 +92,64 @@ end:
     return places;
 }
 
-/* Digest one ticket's leaves, as `DeviceDigester._receive`; -1 with an error set. */
-static int receive_one(PyObject *ticket, PyObject *kind, const uint8_t *leaves, Py_ssize_t leaves_bytes, PyObject *kinds,
-                       PyObject *known, Py_ssize_t limit_bytes)
+/* A ticket of which all leaves came in one flight. */
+typedef struct {
+    PyObject *ticket, *kind, *header; /* references of its own */
+    const uint8_t *leaves;
+    Py_ssize_t leaves_bytes;
+    uint8_t digest[XXH3_DIGEST_BYTES];
+} Landed;
+
+/* Take one ticket of a flight: 1; 0 where its leaves come in several flights, or are many; -1 with an error set. */
+static int take_landed(PyObject *ticket, PyObject *kind, Py_ssize_t first, Py_ssize_t count, const Py_buffer *view, Landed *one)
 {
-    PyObject *header = PyObject_Call(digest_header, kind, NULL), *digest = NULL, *kept = NULL, *found = NULL;
-    int failed = -1;
-    if (header != NULL && !PyBytes_Check(header))
-        PyErr_SetString(PyExc_TypeError, "digest_header gives bytes");
-    if (header == NULL || !PyBytes_Check(header))
-        goto end;
-    int is_kept = PyLong_AsSsize_t(PyTuple_GET_ITEM(kind, 2)) <= limit_bytes;
-    if ((digest = digest_leaves(header, leaves, leaves_bytes)) == NULL ||
-        (kept = PyBytes_FromStringAndSize((const char *)leaves, is_kept ? leaves_bytes : 0)) == NULL ||
-        (found = PyTuple_Pack(2, digest, kept)) == NULL)
-        goto end;
+    if (kind == NULL || !PyTuple_Check(kind) || PyTuple_GET_SIZE(kind) != 3 || first < 0 || count < 0 ||
+        count > view->len / XXH3_DIGEST_BYTES || first > view->len / XXH3_DIGEST_BYTES - count) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "a flight holds tickets that are under way, within its bytes");
+        return -1;
+    }
+    Py_ssize_t num_bytes = PyLong_AsSsize_t(PyTuple_GET_ITEM(kind, 2));
+    if (PyErr_Occurred())
+        return -1;
+    if (count != (num_bytes + LEAF_BYTES - 1) / LEAF_BYTES || count > MAX_JOINED_LEAVES)
+        return 0;
+    PyObject *header = PyObject_Call(digest_header, kind, NULL);
+    if (header != NULL && (!PyBytes_Check(header) || PyBytes_GET_SIZE(header) + count * XXH3_DIGEST_BYTES < XXH3_MIN_BYTES)) {
+        PyErr_Format(PyExc_ValueError, "no header of a digest: %R", header);
+        Py_CLEAR(header);
+    }
+    if (header == NULL)
+        return -1;
+    const uint8_t *leaves = (const uint8_t *)view->buf + first * XXH3_DIGEST_BYTES;
+    *one = (Landed){Py_NewRef(ticket), Py_NewRef(kind), header, leaves, count * XXH3_DIGEST_BYTES, {0}};
+    return 1;
+}
+
+/* Hash what was taken, the interpreter's lock let go: it may be megabytes. -1 with an error set. */
+static int hash_landed(Landed *all, Py_ssize_t count)
+{
+    int failed = 0;
+    Py_BEGIN_ALLOW_THREADS;
+    for (Landed *one = all; !failed && one < all + count; one++)
+        failed = hash_joined((const uint8_t *)PyBytes_AS_STRING(one->header), (size_t)PyBytes_GET_SIZE(one->header), one->leaves,
+                             (size_t)one->leaves_bytes, one->digest);
+    Py_END_ALLOW_THREADS;
+    if (failed)
+        PyErr_NoMemory();
+    return failed;
+}
+
+/* Hand out one ticket's digest; -1 with an error set. */
+static int hand_out(const Landed *one, PyObject *kinds, PyObject *known, Py_ssize_t limit_bytes)
+{
+    PyObject *digest = PyBytes_FromStringAndSize((const char *)one->digest, XXH3_DIGEST_BYTES), *kept = NULL, *found = NULL;
+    int failed = -1, is_kept = PyLong_AsSsize_t(PyTuple_GET_ITEM(one->kind, 2)) <= limit_bytes;
     /* First where it is found, then away from where it is waited for: who resolves it looks in the other order. */
-    if (PyDict_SetItem(known, ticket, found) == 0)
-        failed = PyDict_DelItem(kinds, ticket);
-end:
-    Py_XDECREF(header);
+    if (digest != NULL &&
+        (kept = PyBytes_FromStringAndSize((const char *)one->leaves, is_kept ? one->leaves_bytes : 0)) != NULL &&
+        (found = PyTuple_Pack(2, digest, kept)) != NULL && PyDict_SetItem(known, one->ticket, found) == 0)
+        failed = PyDict_DelItem(kinds, one->ticket);
     Py_XDECREF(digest);
     Py_XDECREF(kept);
     Py_XDECREF(found);
@@ -121,49 +159,58 @@ end:
 PyObject *receive_leaves(PyObject *module, PyObject *args)
 {
     PyObject *tickets, *firsts, *counts, *landed, *kinds, *known;
-    Py_ssize_t limit_bytes;
+    Py_ssize_t limit_bytes, num_taken = 0;
     if (!is_configured(NEED_digest_header, NEED_digest_header + 1) ||
         !PyArg_ParseTuple(args, "O!O!O!OO!O!n", &PyList_Type, &tickets, &PyList_Type, &firsts, &PyList_Type, &counts,
                           &landed, &PyDict_Type, &kinds, &PyDict_Type, &known, &limit_bytes))
         return NULL;
+    Py_ssize_t count = PyList_GET_SIZE(tickets);
+    if (PyList_GET_SIZE(firsts) != count || PyList_GET_SIZE(counts) != count) {
+        PyErr_SetString(PyExc_ValueError, "a flight has as many firsts and counts as tickets");
+        return NULL;
+    }
     Py_buffer view;
     if (PyObject_GetBuffer(landed, &view, PyBUF_SIMPLE) < 0)
         return NULL;
     PyObject *rest = PyList_New(0);
-    for (Py_ssize_t index = 0; rest != NULL && index < PyList_GET_SIZE(tickets); index++) {
-        if (index >= PyList_GET_SIZE(firsts) || index >= PyList_GET_SIZE(counts)) {
-            PyErr_SetString(PyExc_ValueError, "a flight has as many firsts and counts as tickets");
-            Py_CLEAR(rest);
+    Landed *all = PyMem_New(Landed, count > 0 ? count : 1);
+    if (all == NULL)
+        PyErr_NoMemory();
+    int failed = rest == NULL || all == NULL ? -1 : 0;
+    for (Py_ssize_t index = 0; !failed && index < count; index++) {
+        if (PyList_GET_SIZE(tickets) != count || PyList_GET_SIZE(firsts) != count || PyList_GET_SIZE(counts) != count) {
+            PyErr_SetString(PyExc_RuntimeError, "a flight was changed while it was received");
+            failed = -1;
             break;
         }
-        PyObject *ticket = PyList_GET_ITEM(tickets, index), *kind = PyDict_GetItemWithError(kinds, ticket);
+        PyObject *ticket = Py_NewRef(PyList_GET_ITEM(tickets, index));
         Py_ssize_t first = PyLong_AsSsize_t(PyList_GET_ITEM(firsts, index));
-        Py_ssize_t count = PyLong_AsSsize_t(PyList_GET_ITEM(counts, index));
-        if (kind == NULL || !PyTuple_Check(kind) || PyTuple_GET_SIZE(kind) != 3 || first < 0 || count < 0 ||
-            count > view.len / XXH3_DIGEST_BYTES || first > view.len / XXH3_DIGEST_BYTES - count) {
-            if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_ValueError, "a flight holds tickets that are under way, within its bytes");
-            Py_CLEAR(rest);
-            break;
-        }
-        Py_ssize_t num_bytes = PyLong_AsSsize_t(PyTuple_GET_ITEM(kind, 2));
-        int failed;
-        Py_INCREF(ticket);
-        Py_INCREF(kind);
-        if (count == (num_bytes + LEAF_BYTES - 1) / LEAF_BYTES && count <= MAX_JOINED_LEAVES)
-            failed = receive_one(ticket, kind, (const uint8_t *)view.buf + first * XXH3_DIGEST_BYTES,
-                                 count * XXH3_DIGEST_BYTES, kinds, known, limit_bytes);
+        Py_ssize_t many = PyErr_Occurred() ? -1 : PyLong_AsSsize_t(PyList_GET_ITEM(counts, index));
+        PyObject *kind = PyErr_Occurred() ? NULL : Py_XNewRef(PyDict_GetItemWithError(kinds, ticket));
+        int taken = take_landed(ticket, kind, first, many, &view, &all[num_taken]);
+        if (taken > 0)
+            num_taken++;
         else {
-            PyObject *place = PyLong_FromSsize_t(index);
+            PyObject *place = taken == 0 ? PyLong_FromSsize_t(index) : NULL;
             failed = place == NULL ? -1 : PyList_Append(rest, place);
             Py_XDECREF(place);
         }
         Py_DECREF(ticket);
-        Py_DECREF(kind);
-        if (failed || PyErr_Occurred())
-            Py_CLEAR(rest);
+        Py_XDECREF(kind);
     }
+    if (!failed)
+        failed = hash_landed(all, num_taken);
+    for (Py_ssize_t index = 0; index < num_taken; index++) {
+        if (!failed)
+            failed = hand_out(&all[index], kinds, known, limit_bytes);
+        Py_DECREF(all[index].ticket);
+        Py_DECREF(all[index].kind);
+        Py_DECREF(all[index].header);
+    }
+    PyMem_Free(all);
     PyBuffer_Release(&view);
+    if (failed)
+        Py_CLEAR(rest);
     return rest;
 }
 

@@ -20,7 +20,7 @@ static PyObject *owners_of(PyObject *tracked, PyObject *trace)
     PyObject *owners = PyList_New(0), *calls = NULL, *numbers = NULL;
     if (owners == NULL || trace == Py_None)
         return owners;
-    if ((calls = PyObject_GetAttr(trace, name_calls)) == NULL || (numbers = PyObject_GetAttr(tracked, name_owners)) == NULL ||
+    if ((calls = get(trace, name_calls)) == NULL || (numbers = get(tracked, name_owners)) == NULL ||
         !PyTuple_Check(numbers)) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_TypeError, "owners are a tuple");
@@ -50,13 +50,31 @@ static void release_blamed(Blamed *blamed)
     Py_XDECREF(blamed->owner);
 }
 
+/* Return the root and path of a parameter, None where it has none, as `Registry.parameter_name`. */
+static PyObject *name_of(PyObject *recorder, PyObject *parameter)
+{
+    PyObject *registry = get(recorder, name_registry), *names = NULL, *key = NULL, *living = NULL, *name = NULL;
+    if (registry != NULL && (names = get(registry, name__parameters)) != NULL && PyDict_Check(names) &&
+        (key = PyLong_FromVoidPtr(parameter)) != NULL) {
+        PyObject *held = PyDict_GetItemWithError(names, key);
+        if (held != NULL && PyTuple_Check(held) && PyTuple_GET_SIZE(held) == 2 &&
+            (living = PyObject_CallNoArgs(PyTuple_GET_ITEM(held, 0))) == parameter)
+            name = Py_NewRef(PyTuple_GET_ITEM(held, 1));
+    }
+    if (name == NULL && !PyErr_Occurred()) /* of no module */
+        name = PyObject_CallMethodOneArg(registry, name_parameter_name, parameter);
+    Py_XDECREF(registry);
+    Py_XDECREF(names);
+    Py_XDECREF(key);
+    Py_XDECREF(living);
+    return name;
+}
+
 /* Blame a parameter's gradient on its name: 1; 0 where it has none; -1 with an error set. */
 static int blame_parameter(PyObject *recorder, PyObject *parameter, PyObject *owners, Blamed *blamed)
 {
-    PyObject *ask = PyObject_GetAttr(recorder, name_parameter_name);
-    PyObject *name = ask != NULL ? PyObject_CallOneArg(ask, parameter) : NULL;
+    PyObject *name = name_of(recorder, parameter);
     int found = name == NULL ? -1 : name != Py_None;
-    Py_XDECREF(ask);
     if (found == 1 && (!PyTuple_Check(name) || PyTuple_GET_SIZE(name) != 2)) {
         PyErr_SetString(PyExc_TypeError, "a parameter's name is a root and a path");
         found = -1;
@@ -74,7 +92,7 @@ static int blame_parameter(PyObject *recorder, PyObject *parameter, PyObject *ow
 /* Blame a gradient on the call among its owners that consumes the tensor: 1; 0 where none does; -1 with an error set. */
 static int blame_consumer(PyObject *tracked, PyObject *owners, Blamed *blamed)
 {
-    PyObject *consumers = PyObject_GetAttr(tracked, name_consumers);
+    PyObject *consumers = get(tracked, name_consumers);
     int found = consumers == NULL ? -1 : 0;
     if (found == 0 && !PyTuple_Check(consumers)) {
         PyErr_SetString(PyExc_TypeError, "consumers are a tuple");
@@ -82,7 +100,7 @@ static int blame_consumer(PyObject *tracked, PyObject *owners, Blamed *blamed)
     }
     for (Py_ssize_t index = 0; found == 0 && index < PyList_GET_SIZE(owners); index++) {
         PyObject *call = PyList_GET_ITEM(owners, index);
-        PyObject *number = call != Py_None ? PyObject_GetAttr(call, name_number) : NULL;
+        PyObject *number = call != Py_None ? get(call, name_number) : NULL;
         if (call != Py_None && number == NULL)
             found = -1;
         for (Py_ssize_t place = 0; number != NULL && found == 0 && place + 1 < PyTuple_GET_SIZE(consumers); place += 2) {
@@ -90,8 +108,8 @@ static int blame_consumer(PyObject *tracked, PyObject *owners, Blamed *blamed)
             if (found != 1)
                 continue;
             blamed->owner = Py_NewRef(call);
-            if ((blamed->root = PyObject_GetAttr(call, name_root)) == NULL ||
-                (blamed->path = PyObject_GetAttr(call, name_path)) == NULL ||
+            if ((blamed->root = get(call, name_root)) == NULL ||
+                (blamed->path = get(call, name_path)) == NULL ||
                 (blamed->slot = PyUnicode_Concat(name_grad_, PyTuple_GET_ITEM(consumers, place + 1))) == NULL)
                 found = -1;
         }
@@ -120,35 +138,55 @@ static int blame_otherwise(PyObject *tracked, PyObject *owners, Blamed *blamed)
 /* Return the site of a gradient's event. */
 static PyObject *site_of(PyObject *builder, PyObject *tracked, const Blamed *blamed)
 {
-    PyObject *is_eval = PyObject_GetAttr(tracked, name_is_eval), *sites = NULL, *site = NULL;
+    PyObject *is_eval = get(tracked, name_is_eval), *sites = NULL, *site = NULL;
     if (is_eval != NULL)
         sites = next_sites(builder, backward_phase, blamed->root, blamed->path, blamed->slot, is_eval);
     if (sites != NULL)
-        site = PyObject_GetAttr(sites, name_first);
+        site = get(sites, name_first);
     Py_XDECREF(is_eval);
     Py_XDECREF(sites);
     return site;
 }
 
+/* Open the computation that makes a gradient where a step before had it, too; return its number. NULL where none had, or
+ * with an error set. */
+static PyObject *open_group(PyObject *builder, PyObject *groups, PyObject *key, PyObject *owner, PyObject *op)
+{
+    PyObject *root = owner != Py_None ? get(owner, name_root) : Py_NewRef(name_empty), *path = NULL, *group = NULL;
+    PyObject *number = NULL, *kept = NULL;
+    if (root != NULL && (path = owner != Py_None ? get(owner, name_path) : Py_NewRef(name_empty)) != NULL &&
+        (group = known_group(builder, name_backward, root, path, op)) != NULL &&
+        (number = append_group(builder, group)) != NULL &&
+        ((kept = same(builder, key)) == NULL || PyDict_SetItem(groups, kept, number) < 0))
+        Py_CLEAR(number);
+    Py_XDECREF(root);
+    Py_XDECREF(path);
+    Py_XDECREF(group);
+    Py_XDECREF(kept);
+    return number;
+}
+
 /* Return the number of the computation that makes a gradient, as `GradientHooks._group`. */
 static PyObject *group_of(PyObject *hooks, PyObject *builder, PyObject *tracked, PyObject *trace, PyObject *owner)
 {
-    PyObject *now = PyObject_GetAttr(hooks, name__trace), *held = NULL, *groups = NULL, *key = NULL, *group = NULL;
+    PyObject *now = get(hooks, name__trace), *held = NULL, *groups = NULL, *key = NULL, *group = NULL;
     PyObject *number = NULL, *op = NULL;
     if (now == NULL)
         return NULL;
     if (now == trace && now != Py_None) { /* else it is of another step, or was never planned */
-        PyObject *reference = PyObject_GetAttr(now, name_builder);
+        PyObject *reference = get(now, name_builder);
         held = reference != NULL ? PyObject_CallNoArgs(reference) : NULL;
         Py_XDECREF(reference);
-        if (held == NULL || (groups = PyObject_GetAttr(now, name_groups)) == NULL)
+        if (held == NULL || (groups = get(now, name_groups)) == NULL)
             goto end;
     }
     if (held == builder && PyDict_Check(groups)) {
-        number = owner != Py_None ? PyObject_GetAttr(owner, name_number) : PyLong_FromVoidPtr(Py_None);
-        if (number == NULL || (op = PyObject_GetAttr(tracked, name_op)) == NULL || (key = PyTuple_Pack(2, number, op)) == NULL)
+        number = owner != Py_None ? get(owner, name_number) : PyLong_FromVoidPtr(Py_None);
+        if (number == NULL || (op = get(tracked, name_op)) == NULL || (key = PyTuple_Pack(2, number, op)) == NULL)
             goto end;
         group = Py_XNewRef(PyDict_GetItemWithError(groups, key));
+        if (group == NULL && !PyErr_Occurred())
+            group = open_group(builder, groups, key, owner, op);
     }
     if (group == NULL && !PyErr_Occurred())
         group = PyObject_CallMethodObjArgs(hooks, name__group, builder, tracked, owner, NULL);
@@ -176,13 +214,13 @@ static int take_events(PyObject *found, PyObject *events)
 
 static int take_events_of(PyObject *found, PyObject *object, PyObject *attribute)
 {
-    return take_events(found, PyObject_GetAttr(object, attribute));
+    return take_events(found, get(object, attribute));
 }
 
 /* Add the events of a tensor's gradient, if it was recorded in this step. */
 static int take_gradient(PyObject *found, PyObject *tracked, PyObject *step)
 {
-    PyObject *own = PyObject_GetAttr(tracked, name_step);
+    PyObject *own = get(tracked, name_step);
     int is_same = own == NULL ? -1 : PyObject_RichCompareBool(own, step, Py_EQ);
     Py_XDECREF(own);
     return is_same == 1 ? take_events_of(found, tracked, name_events) : is_same;
@@ -191,7 +229,7 @@ static int take_gradient(PyObject *found, PyObject *tracked, PyObject *step)
 /* Add what collectives gave in backward, after the first of what was found. */
 static int take_received(PyObject *found, PyObject *builder)
 {
-    PyObject *received = PyObject_GetAttr(builder, name_received), *event, *unused;
+    PyObject *received = get(builder, name_received), *event, *unused;
     int failed = received == NULL || !PyList_Check(received) ? -1 : 0;
     if (failed && received != NULL)
         PyErr_SetString(PyExc_TypeError, "what was received is a list");
@@ -215,7 +253,7 @@ static int take_received(PyObject *found, PyObject *builder)
 static int take_call(PyObject *found, PyObject *builder, PyObject *call)
 {
     if (call == Py_None) {
-        PyObject *top = PyObject_GetAttr(builder, name_top);
+        PyObject *top = get(builder, name_top);
         int failed = top == NULL || take_events_of(found, top, name_inputs) || take_events_of(found, top, name_children);
         Py_XDECREF(top);
         return failed ? -1 : 0;
@@ -223,12 +261,12 @@ static int take_call(PyObject *found, PyObject *builder, PyObject *call)
     if (take_events_of(found, call, name_inputs) || take_events_of(found, call, name_children) ||
         take_events_of(found, call, name_outputs))
         return -1;
-    PyObject *recomputed = PyObject_GetAttr(builder, name_recomputed), *key = NULL;
+    PyObject *recomputed = get(builder, name_recomputed), *key = NULL;
     int failed = recomputed == NULL || !PyDict_Check(recomputed) ? -1 : 0;
     if (failed && recomputed != NULL)
         PyErr_SetString(PyExc_TypeError, "recomputed calls are in a dictionary");
     if (!failed && PyDict_GET_SIZE(recomputed) > 0) {
-        PyObject *root = PyObject_GetAttr(call, name_root), *path = root != NULL ? PyObject_GetAttr(call, name_path) : NULL;
+        PyObject *root = get(call, name_root), *path = root != NULL ? get(call, name_path) : NULL;
         key = path != NULL ? PyTuple_Pack(2, root, path) : NULL;
         PyObject *events = key != NULL ? PyDict_GetItemWithError(recomputed, key) : NULL;
         failed = events != NULL ? take_events(found, Py_NewRef(events)) : PyErr_Occurred() ? -1 : 0;
@@ -244,14 +282,14 @@ static int take_call(PyObject *found, PyObject *builder, PyObject *call)
 static PyObject *sources_of(PyObject *hooks, PyObject *builder, PyObject *tracked, PyObject *trace, PyObject *owners,
                             PyObject *step)
 {
-    PyObject *numbers = PyObject_GetAttr(tracked, name_sources), *all = NULL, *found = NULL, *sources = NULL, *slot = NULL;
+    PyObject *numbers = get(tracked, name_sources), *all = NULL, *found = NULL, *sources = NULL, *slot = NULL;
     if (numbers == NULL)
         return NULL;
     if (trace == Py_None || !PyTuple_Check(numbers)) { /* entered past torch.autograd */
         Py_DECREF(numbers);
         return PyObject_CallMethodObjArgs(hooks, name__sources, builder, tracked, owners, NULL);
     }
-    if ((found = PyDict_New()) == NULL || (all = PyObject_GetAttr(trace, name_tracked)) == NULL)
+    if ((found = PyDict_New()) == NULL || (all = get(trace, name_tracked)) == NULL)
         goto end;
     for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(numbers); index++) {
         PyObject *source = PyObject_GetItem(all, PyTuple_GET_ITEM(numbers, index));
@@ -261,7 +299,7 @@ static PyObject *sources_of(PyObject *hooks, PyObject *builder, PyObject *tracke
             goto end;
     }
     if ((PyTuple_GET_SIZE(numbers) == 0 && take_events_of(found, builder, name_losses)) || take_received(found, builder) ||
-        take_events_of(found, builder, name_gathered) || (slot = PyObject_GetAttr(tracked, name_slot)) == NULL)
+        take_events_of(found, builder, name_gathered) || (slot = get(tracked, name_slot)) == NULL)
         goto end;
     int is_parameter = PyObject_RichCompareBool(slot, name_grad, Py_EQ); /* a micro-batch adds to the one before */
     if (is_parameter < 0 || (is_parameter == 1 && take_gradient(found, tracked, step)))
@@ -281,11 +319,11 @@ end:
 /* Record a gradient as it is now, `parameter` None or whose it is; -1 with an error set. */
 static int record_gradient(PyObject *hooks, PyObject *tracked, PyObject *gradient, PyObject *parameter)
 {
-    PyObject *recorder = PyObject_GetAttr(hooks, name__recorder), *builder = NULL, *trace = NULL, *owners = NULL;
+    PyObject *recorder = get(hooks, name__recorder), *builder = NULL, *trace = NULL, *owners = NULL;
     PyObject *record = NULL, *step = NULL, *site = NULL, *group = NULL, *sources = NULL, *events = NULL;
     Blamed blamed = {NULL, NULL, NULL, NULL};
     int result = -1;
-    if (recorder == NULL || (builder = PyObject_GetAttr(recorder, name_current)) == NULL)
+    if (recorder == NULL || (builder = get(recorder, name_current)) == NULL)
         goto end;
     int is_wanted = has(recorder, name_is_active);
     if (is_wanted == 1)
@@ -294,8 +332,8 @@ static int record_gradient(PyObject *hooks, PyObject *tracked, PyObject *gradien
         result = is_wanted;
         goto end;
     }
-    if ((trace = PyObject_GetAttr(tracked, name_trace)) == NULL || (owners = owners_of(tracked, trace)) == NULL ||
-        (record = PyObject_GetAttr(builder, name_record)) == NULL || (step = PyObject_GetAttr(record, name_step)) == NULL)
+    if ((trace = get(tracked, name_trace)) == NULL || (owners = owners_of(tracked, trace)) == NULL ||
+        (record = get(builder, name_record)) == NULL || (step = get(record, name_step)) == NULL)
         goto end;
     int found = parameter != Py_None ? blame_parameter(recorder, parameter, owners, &blamed)
                                      : blame_consumer(tracked, owners, &blamed);
@@ -308,7 +346,7 @@ static int record_gradient(PyObject *hooks, PyObject *tracked, PyObject *gradien
         (sources = sources_of(hooks, builder, tracked, trace, owners, step)) == NULL ||
         (events = add_events(builder, site, gradient, group, sources)) == NULL)
         goto end;
-    result = PyObject_SetAttr(tracked, name_events, events) || PyObject_SetAttr(tracked, name_step, step) ? -1 : 0;
+    result = set(tracked, name_events, events) || set(tracked, name_step, step) ? -1 : 0;
 end:
     release_blamed(&blamed);
     Py_XDECREF(recorder);
@@ -336,12 +374,12 @@ static int record_at(PyObject *hooks, PyObject *gradients, PyObject *index, PyOb
 
 static PyObject *record_node_unseen(PyObject *outputs, PyObject *gradients)
 {
-    PyObject *hooks = PyObject_GetAttr(outputs, name__hooks), *others = NULL, *index = NULL, *first = NULL, *items = NULL;
+    PyObject *hooks = get(outputs, name__hooks), *others = NULL, *index = NULL, *first = NULL, *items = NULL;
     int failed = -1;
-    if (hooks == NULL || (others = PyObject_GetAttr(outputs, name__others)) == NULL)
+    if (hooks == NULL || (others = get(outputs, name__others)) == NULL)
         goto end;
     if (others == Py_None) {
-        if ((index = PyObject_GetAttr(outputs, name__index)) != NULL && (first = PyObject_GetAttr(outputs, name__first)) != NULL)
+        if ((index = get(outputs, name__index)) != NULL && (first = get(outputs, name__first)) != NULL)
             failed = record_at(hooks, gradients, index, first);
         goto end;
     }
@@ -391,7 +429,7 @@ PyObject *record_accumulated(PyObject *module, PyObject *const *args, Py_ssize_t
     }
     if (!is_configured(0, NUM_NEEDS) || begin_pause(&pause) < 0)
         return NULL;
-    PyObject *gradient = PyObject_GetAttr(args[2], name_grad), *result = NULL;
+    PyObject *gradient = get(args[2], name_grad), *result = NULL;
     if (gradient != NULL && (gradient == Py_None || record_gradient(args[0], args[1], gradient, args[2]) == 0))
         result = Py_NewRef(Py_None);
     Py_XDECREF(gradient);

@@ -9,12 +9,13 @@
 #include "native.h"
 
 /* As `native.INTERFACE`: one more with every change of what the two halves expect of each other. */
-#define INTERFACE 5
+#define INTERFACE 6
 
 #include "xxh3.h"
 
 #define DEFINE_NAME(NAME) PyObject *name_##NAME;
 #define DEFINE_NEED(NEED) PyObject *NEED;
+PyObject *name_empty;
 NAMES(DEFINE_NAME)
 NEEDS(DEFINE_NEED)
 
@@ -119,6 +120,8 @@ PyMODINIT_FUNC PyInit__native(void)
     if ((name_##NAME = PyUnicode_InternFromString(#NAME)) == NULL)                                                     \
         return NULL;
     NAMES(INTERN_NAME)
+    if ((name_empty = PyUnicode_InternFromString("")) == NULL)
+        return NULL;
     xxh3_choose("avx512");
     PyObject *module = PyModule_Create(&definition), *memory_type = module != NULL ? make_memory_type() : NULL;
     if (memory_type == NULL || PyModule_AddObjectRef(module, "Memory", memory_type) < 0 ||

@@ -49,6 +49,7 @@
     NAME(_others)                                                                                                      \
     NAME(_owed)                                                                                                        \
     NAME(_parameter)                                                                                                   \
+    NAME(_parameters)                                                                                                  \
     NAME(_places)                                                                                                      \
     NAME(_received)                                                                                                    \
     NAME(_record_inputs)                                                                                               \
@@ -78,6 +79,7 @@
     NAME(add_all_computed)                                                                                             \
     NAME(add_computed)                                                                                                 \
     NAME(add_tensor)                                                                                                   \
+    NAME(backward)                                                                                                     \
     NAME(builder)                                                                                                      \
     NAME(called)                                                                                                       \
     NAME(calls)                                                                                                        \
@@ -153,6 +155,7 @@
     NAME(recomputed)                                                                                                   \
     NAME(record)                                                                                                       \
     NAME(register_prehook)                                                                                             \
+    NAME(registry)                                                                                                     \
     NAME(release)                                                                                                      \
     NAME(requires_grad)                                                                                                \
     NAME(reserve)                                                                                                      \
@@ -193,7 +196,7 @@
     NEED(attribute_types)                                                                                              \
     NEED(backward_phase)                                                                                               \
     NEED(blame)                                                                                                        \
-    NEED(call_type)                                                                                                    \
+    NEED(call_pattern)                                                                                                 \
     NEED(class_name)                                                                                                   \
     NEED(current_node)                                                                                                 \
     NEED(forward_phase)                                                                                                \
@@ -206,12 +209,13 @@
     NEED(named_tensors)                                                                                                \
     NEED(next_node)                                                                                                    \
     NEED(no_function)                                                                                                  \
-    NEED(outputs_type)                                                                                                 \
+    NEED(outputs_pattern)                                                                                              \
     NEED(recompute_phase)                                                                                              \
     NEED(remembered_type)                                                                                              \
     NEED(passed)                                                                                                       \
     NEED(set_eval_frame)                                                                                               \
     NEED(tell_error)                                                                                                   \
+    NEED(tracked_pattern)                                                                                              \
     NEED(worded)
 
 #define COUNT_NEED(NEED) NEED_##NEED,
@@ -226,9 +230,17 @@ static inline int can_digest(void)
 }
 
 #define DECLARE_NAME(NAME) extern PyObject *name_##NAME;
+extern PyObject *name_empty; /* "" */
 #define DECLARE_NEED(NEED) extern PyObject *NEED;
 NAMES(DECLARE_NAME)
 NEEDS(DECLARE_NEED)
+
+/* As PyObject_GetAttr and PyObject_SetAttr; quicker for objects whose classes have `__slots__`. Names are interned. */
+PyObject *get(PyObject *object, PyObject *name);
+int set(PyObject *object, PyObject *name, PyObject *value);
+
+/* Return a new object with the slots of another, whose class has nothing but `__slots__`: quicker than to call the class. */
+PyObject *like(PyObject *pattern);
 
 /* Ask for an attribute, or call a method, of which a truth is the answer: 1, 0, or -1 with an error set. */
 static inline int is_true(PyObject *answer)
@@ -242,7 +254,7 @@ static inline int is_true(PyObject *answer)
 
 static inline int has(PyObject *object, PyObject *attribute)
 {
-    return is_true(PyObject_GetAttr(object, attribute));
+    return is_true(get(object, attribute));
 }
 
 static inline int says(PyObject *object, PyObject *method)
@@ -274,7 +286,7 @@ static inline PyObject *item_of(PyObject *table, PyObject *key)
 /* Set an attribute to a new reference, which is given away; -1 with an error set, as there is where it is NULL. */
 static inline int put(PyObject *object, PyObject *attribute, PyObject *value)
 {
-    int failed = value == NULL ? -1 : PyObject_SetAttr(object, attribute, value);
+    int failed = value == NULL ? -1 : set(object, attribute, value);
     Py_XDECREF(value);
     return failed;
 }
@@ -314,8 +326,9 @@ PyObject *plain_kind(PyObject *tensor, PyObject *is_there);
 /* Return what identifies a tensor's storage, as `tensors.storage_id`: a new reference, None for a tensor without one. */
 PyObject *storage_of(PyObject *tensor);
 
-/* Return the digest of a tensor whose leaf digests are known. */
-PyObject *digest_leaves(PyObject *header, const uint8_t *leaves, Py_ssize_t leaves_bytes);
+/* Set the digest of a tensor whose leaf digests are known, of XXH3_MIN_BYTES or more in all; -1 where there is no memory, no
+ * error set. It needs no lock of the interpreter. */
+int hash_joined(const uint8_t *header, size_t header_bytes, const uint8_t *leaves, size_t leaves_bytes, uint8_t *digest);
 
 /* Where a tensor's elements lie, one after the other, as `layout.places_of_portably` has it: 0 for an empty one,
  * PLACE_STRIDED for one that lies otherwise; PLACE_MISSING where its memory is not there; PLACE_ERROR with an error set. */
@@ -348,6 +361,10 @@ int have_landed(PyObject *builder, Py_ssize_t count, PyObject *const *tensors);
 
 /* Open a computation that is described already, as `StepBuilder.open_group`; return its number. */
 PyObject *append_group(PyObject *builder, PyObject *group);
+
+/* Return a computation that no other encloses, as `StepBuilder.same` has it; NULL where no step had it, or with an error
+ * set. */
+PyObject *known_group(PyObject *builder, PyObject *kind, PyObject *root, PyObject *path, PyObject *op);
 
 /* Record a tensor as it is now, as `StepBuilder.add_tensor`; return its events, a tuple. `inputs` is one. */
 PyObject *add_events(PyObject *builder, PyObject *site, PyObject *tensor, PyObject *group, PyObject *inputs);

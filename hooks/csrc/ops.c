@@ -353,7 +353,7 @@ static PyObject *add_computed(PyObject *builder, PyObject *sites, PyObject *tens
         PyErr_SetString(PyExc_TypeError, "add_all_computed gives a list with the events of each tensor");
         goto failed;
     }
-    if ((added = PyList_New(count)) == NULL || (record = PyObject_GetAttr(builder, name_record)) == NULL)
+    if ((added = PyList_New(count)) == NULL || (record = get(builder, name_record)) == NULL)
         goto failed;
     for (Py_ssize_t index = 0; index < count; index++) {
         PyObject *site = PyList_GET_ITEM(sites, index), *tensor = PyList_GET_ITEM(tensors, index);
@@ -460,7 +460,7 @@ static int read_arguments(PyObject *hooks, PyObject *where, PyObject *facts, PyO
     Reading reading = {PyList_New(0), PyList_New(0), PyList_New(0), written, storages};
     int failed = -1;
     if (reading.sites == NULL || reading.tensors == NULL || reading.sources == NULL ||
-        (memories = PyObject_GetAttr(hooks, name__memory)) == NULL)
+        (memories = get(hooks, name__memory)) == NULL)
         goto end;
     for (Py_ssize_t index = 0; index < PyList_GET_SIZE(given); index++) {
         PyObject *pair = PyList_GET_ITEM(given, index);
@@ -488,7 +488,7 @@ static int read_scalars(PyObject *hooks, PyObject *builder, PyObject *sites, PyO
                         PyObject *inputs)
 {
     PyObject *site = item_of(sites, name_scalars), *text = site != NULL ? PyObject_Repr(scalars) : NULL;
-    PyObject *texts = text != NULL ? PyObject_GetAttr(hooks, name__scalars) : NULL;
+    PyObject *texts = text != NULL ? get(hooks, name__scalars) : NULL;
     PyObject *known = texts != NULL ? PyDict_GetItemWithError(texts, text) : NULL;
     int failed = -1;
     if (known == NULL) {
@@ -502,9 +502,9 @@ static int read_scalars(PyObject *hooks, PyObject *builder, PyObject *sites, PyO
     if (!is_tuple_of(known, 4, "a text's kind, digest, leaves and value"))
         goto end;
     Py_INCREF(known);
-    PyObject *none = PyTuple_New(0), *record = none != NULL ? PyObject_GetAttr(builder, name_record) : NULL;
+    PyObject *none = PyTuple_New(0), *record = none != NULL ? get(builder, name_record) : NULL;
     PyObject *values = NULL, *event = NULL;
-    if (record != NULL && (values = PyObject_GetAttr(record, name_values)) != NULL) {
+    if (record != NULL && (values = get(record, name_values)) != NULL) {
         Py_ssize_t index = add_event(record, site, PyTuple_GET_ITEM(known, 0), PyTuple_GET_ITEM(known, 1),
                                      PyTuple_GET_ITEM(known, 2), group, none);
         if (index >= 0 && (event = PyLong_FromSsize_t(index)) != NULL)
@@ -529,8 +529,8 @@ static int is_seldom(PyObject *hooks, PyObject *facts, PyObject *kwargs)
     if (PyTuple_GET_ITEM(facts, FACTS_DRAWS) == Py_True ||
         (PyTuple_GET_ITEM(facts, FACTS_IS_SCALING) == Py_True && PyDict_GET_SIZE(kwargs) > 0))
         return 1;
-    PyObject *capture = PyObject_GetAttr(hooks, name__capture);
-    PyObject *lines = capture != NULL ? PyObject_GetAttr(hooks, name__lines) : NULL;
+    PyObject *capture = get(hooks, name__capture);
+    PyObject *lines = capture != NULL ? get(hooks, name__lines) : NULL;
     int seldom = lines == NULL ? -1 : capture != Py_None || lines != Py_None;
     Py_XDECREF(capture);
     Py_XDECREF(lines);
@@ -540,7 +540,7 @@ static int is_seldom(PyObject *hooks, PyObject *facts, PyObject *kwargs)
 /* Return `OpHooks.in_part`. */
 static PyObject *in_part_of(PyObject *hooks)
 {
-    PyObject *in_part = PyObject_GetAttr(hooks, name_in_part);
+    PyObject *in_part = get(hooks, name_in_part);
     if (in_part == NULL || PyDict_Check(in_part))
         return in_part;
     Py_DECREF(in_part);
@@ -576,13 +576,13 @@ static int is_in_part(PyObject *hooks, PyObject *facts, PyObject *tensors)
 /* Return where an operation runs, as `OpHooks._locate`: mostly where the one before did. */
 static PyObject *locate(PyObject *hooks)
 {
-    PyObject *recorder = PyObject_GetAttr(hooks, name__recorder), *modules = NULL, *local = NULL, *stack = NULL;
+    PyObject *recorder = get(hooks, name__recorder), *modules = NULL, *local = NULL, *stack = NULL;
     PyObject *call, *last = NULL;
     PyObject *builder = NULL, *gradients = NULL, *owners = NULL, *task = NULL, *node = NULL, *name = NULL, *number = NULL;
     PyObject *where = NULL;
-    if (recorder == NULL || (modules = PyObject_GetAttr(recorder, name_modules)) == NULL ||
-        (local = PyObject_GetAttr(modules, name__local)) == NULL || (stack = PyObject_GetAttr(local, name_stack)) == NULL ||
-        (task = PyObject_CallNoArgs(graph_task)) == NULL || (last = PyObject_GetAttr(hooks, name__last)) == NULL)
+    if (recorder == NULL || (modules = get(recorder, name_modules)) == NULL ||
+        (local = get(modules, name__local)) == NULL || (stack = get(local, name_stack)) == NULL ||
+        (task = PyObject_CallNoArgs(graph_task)) == NULL || (last = get(hooks, name__last)) == NULL)
         goto end;
     int is_backward = PyLong_AsLong(task) != -1;
     if (PyErr_Occurred() || !PyList_Check(stack))
@@ -590,9 +590,9 @@ static PyObject *locate(PyObject *hooks)
     call = PyList_GET_SIZE(stack) > 0 ? PyList_GET_ITEM(stack, PyList_GET_SIZE(stack) - 1) : Py_None;
     if (!PyTuple_Check(last) || PyTuple_GET_SIZE(last) != 2 || (call == Py_None && !is_backward))
         goto ask;
-    if ((builder = PyObject_GetAttr(recorder, name_current)) == NULL ||
-        (gradients = PyObject_GetAttr(recorder, name_gradients)) == NULL ||
-        (owners = PyObject_GetAttr(gradients, name_owners)) == NULL)
+    if ((builder = get(recorder, name_current)) == NULL ||
+        (gradients = get(recorder, name_gradients)) == NULL ||
+        (owners = get(gradients, name_owners)) == NULL)
         goto end;
     PyObject *place = PyTuple_GET_ITEM(last, 0);
     if (!PyTuple_Check(place) || PyTuple_GET_SIZE(place) != 5 || PyTuple_GET_ITEM(place, 0) != builder || PyTuple_GET_ITEM(place, 1) != owners ||
@@ -645,8 +645,8 @@ static PyObject *open_group(PyObject *builder, PyObject *sites, PyObject *facts,
 {
     PyObject *name = PyTuple_GET_ITEM(facts, FACTS_NAME), *parent = PyTuple_GET_ITEM(where, WHERE_PARENT);
     PyObject *node = PyTuple_GET_ITEM(where, WHERE_NODE), *number = NULL, *known_node = NULL;
-    PyObject *group = PyObject_GetAttr(sites, name__group);
-    if (group == NULL || (known_node = PyObject_GetAttr(sites, name__node)) == NULL)
+    PyObject *group = get(sites, name__group);
+    if (group == NULL || (known_node = get(sites, name__node)) == NULL)
         goto end;
     int is_same = group != Py_None;
     if (is_same && !is_tuple_of(group, NUM_GROUP, "a Group"))
@@ -731,7 +731,7 @@ end:
 /* Whether a tensor has as many bytes as its storage, or more; -1 with an error set. */
 static int fills_storage(PyObject *tensor)
 {
-    PyObject *own = PyObject_GetAttr(tensor, name_nbytes);
+    PyObject *own = get(tensor, name_nbytes);
     long long own_bytes = own != NULL ? PyLong_AsLongLong(own) : -1;
     Py_XDECREF(own);
     PyObject *storage = PyErr_Occurred() ? NULL : PyObject_CallMethodNoArgs(tensor, name_untyped_storage);
@@ -778,7 +778,7 @@ static int follow_no_more(PyObject *hooks, PyObject *storage)
 /* Note what was written, as `OpHooks._note_write`; -1 with an error set. */
 static int note_write(PyObject *hooks, PyObject *builder, PyObject *tensor, PyObject *storage, PyObject *events, int is_new)
 {
-    PyObject *memories = PyObject_GetAttr(hooks, name__memory), *now = NULL; /* `_memory_of` may have made it anew */
+    PyObject *memories = get(hooks, name__memory), *now = NULL; /* `_memory_of` may have made it anew */
     Memory *memory = memories != NULL ? memory_of(hooks, memories, tensor, storage) : NULL;
     Py_XDECREF(memories);
     if (memory == NULL)
@@ -928,16 +928,16 @@ static PyObject *facts_at_hand(PyObject *hooks, PyObject *func, PyObject *types)
         if (PyTuple_GET_ITEM(types, index) != tensor_type && PyTuple_GET_ITEM(types, index) != parameter_type)
             return NULL;
     PyObject *depth = NULL, *known = NULL, *number = NULL, *launches = NULL, *seen = NULL, *facts = NULL;
-    PyObject *recorder = PyObject_GetAttr(hooks, name__recorder);
+    PyObject *recorder = get(hooks, name__recorder);
     if (recorder == NULL || has(recorder, name_is_active) != 1 ||
-        (depth = PyObject_GetAttr(local_depth, name_depth)) == NULL || PyLong_AsLong(depth) != 0 ||
-        (known = PyObject_GetAttr(hooks, name__facts)) == NULL || (number = PyLong_FromVoidPtr(func)) == NULL)
+        (depth = get(local_depth, name_depth)) == NULL || PyLong_AsLong(depth) != 0 ||
+        (known = get(hooks, name__facts)) == NULL || (number = PyLong_FromVoidPtr(func)) == NULL)
         goto end;
     facts = Py_XNewRef(PyDict_GetItemWithError(known, number));
     if (facts != NULL &&
         (!is_facts(facts) || PyTuple_GET_ITEM(facts, FACTS_IS_EMPTY) == Py_True ||
-         (launches = PyObject_GetAttr(hooks, name__launches)) == NULL ||
-         (seen = PyObject_GetAttr(launches, name__num_modules)) == NULL ||
+         (launches = get(hooks, name__launches)) == NULL ||
+         (seen = get(launches, name__num_modules)) == NULL ||
          PyLong_AsSsize_t(seen) != PyDict_GET_SIZE(loaded_modules) || PyErr_Occurred() ||
          is_true(PyObject_CallNoArgs(is_distributed)) != 0))
         Py_CLEAR(facts);

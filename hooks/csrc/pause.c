@@ -3,11 +3,11 @@
 
 static int change_depth(long by)
 {
-    PyObject *depth = PyObject_GetAttr(local_depth, name_depth), *now = NULL;
+    PyObject *depth = get(local_depth, name_depth), *now = NULL;
     long before = depth != NULL ? PyLong_AsLong(depth) : -1;
     int failed = -1;
     if (!PyErr_Occurred() && (now = PyLong_FromLong(before + by)) != NULL)
-        failed = PyObject_SetAttr(local_depth, name_depth, now);
+        failed = set(local_depth, name_depth, now);
     Py_XDECREF(depth);
     Py_XDECREF(now);
     return failed;

@@ -116,7 +116,7 @@ static Py_ssize_t number_node(Walk *walk, PyObject *node)
 /* Take down the edges from a node, and the nodes that they lead to as what to look at next; -1 with an error set. */
 static int add_edges(Walk *walk, Py_ssize_t number)
 {
-    PyObject *below = PyObject_GetAttr(node_at(walk, number)->node, name_next_functions);
+    PyObject *below = get(node_at(walk, number)->node, name_next_functions);
     int failed = below != NULL && PyTuple_Check(below) ? 0 : -1;
     Py_ssize_t first_edge = walk->edges.count;
     for (Py_ssize_t place = 0; !failed && place < PyTuple_GET_SIZE(below); place++) {
@@ -217,7 +217,7 @@ static PyObject *find_owner(const Walk *walk, const NodeRow *row)
     }
     PyObject *call = Py_NewRef(low > 0 && low <= PyList_GET_SIZE(walk->calls) ? PyList_GET_ITEM(walk->calls, low - 1) : Py_None);
     while (call != NULL && call != Py_None) {
-        PyObject *last = PyObject_GetAttr(call, name_last_node);
+        PyObject *last = get(call, name_last_node);
         long long end = last != NULL ? PyLong_AsLongLong(last) : -1;
         Py_XDECREF(last);
         if (end == -1 && PyErr_Occurred())
@@ -225,7 +225,7 @@ static PyObject *find_owner(const Walk *walk, const NodeRow *row)
         else if (row->number < end)
             break;
         else
-            Py_SETREF(call, PyObject_GetAttr(call, name_parent));
+            Py_SETREF(call, get(call, name_parent));
     }
     return call;
 }
@@ -238,10 +238,10 @@ static int settle_one(const Walk *walk, PyObject *tracked, const Edge *edge)
     int failed = -1;
     if (call != NULL && (text = item_of(worded, from->names)) != NULL &&
         (sources = same(walk->builder, from->sources)) != NULL &&
-        (number = call != Py_None ? PyObject_GetAttr(call, name_number) : PyLong_FromLong(OUTSIDE)) != NULL &&
+        (number = call != Py_None ? get(call, name_number) : PyLong_FromLong(OUTSIDE)) != NULL &&
         (own = PyTuple_Pack(1, number)) != NULL && (owners = same(walk->builder, own)) != NULL &&
-        PyObject_SetAttr(tracked, name_sources, sources) == 0 && PyObject_SetAttr(tracked, name_op, text) == 0)
-        failed = PyObject_SetAttr(tracked, name_owners, owners);
+        set(tracked, name_sources, sources) == 0 && set(tracked, name_op, text) == 0)
+        failed = set(tracked, name_owners, owners);
     Py_XDECREF(call);
     Py_XDECREF(text);
     Py_XDECREF(sources);
@@ -273,7 +273,7 @@ static PyObject *sort_computed(PyObject *computed)
     Py_ssize_t position = 0;
     for (Py_ssize_t place = 0; order != NULL && PyDict_Next(computed, &position, &pair, &unused); place++) {
         PyObject *call = PyTuple_GET_ITEM(pair, 0), *text = PyTuple_GET_ITEM(pair, 1);
-        PyObject *start = call != Py_None ? PyObject_GetAttr(call, name_first_node) : PyLong_FromLong(0);
+        PyObject *start = call != Py_None ? get(call, name_first_node) : PyLong_FromLong(0);
         PyObject *item = start != NULL ? Py_BuildValue("(iOnOO)", call == Py_None, start, place, call, text) : NULL;
         if (item == NULL || PyList_Append(order, item) < 0)
             Py_CLEAR(order);
@@ -288,10 +288,10 @@ static PyObject *sort_computed(PyObject *computed)
 /* Return a node's names as they are written beside those of other calls: with where that is. */
 static PyObject *place_names(PyObject *call, PyObject *text)
 {
-    PyObject *where = PyObject_GetAttr(call, name_path), *placed = NULL;
+    PyObject *where = get(call, name_path), *placed = NULL;
     int is_any = where != NULL ? PyObject_IsTrue(where) : -1;
     if (is_any == 0)
-        Py_SETREF(where, PyObject_GetAttr(call, name_root));
+        Py_SETREF(where, get(call, name_root));
     if (is_any >= 0 && where != NULL)
         placed = PyUnicode_FromFormat("%S in %S", text, where);
     Py_XDECREF(where);
@@ -308,7 +308,7 @@ static int write_owners(const Walk *walk, PyObject *tracked, PyObject *order)
         num_calls += PyTuple_GET_ITEM(PyList_GET_ITEM(order, place), 3) != Py_None;
     for (Py_ssize_t place = 0; !failed && place < count; place++) {
         PyObject *item = PyList_GET_ITEM(order, place), *call = PyTuple_GET_ITEM(item, 3), *text = PyTuple_GET_ITEM(item, 4);
-        PyObject *number = call != Py_None ? PyObject_GetAttr(call, name_number) : PyLong_FromLong(OUTSIDE);
+        PyObject *number = call != Py_None ? get(call, name_number) : PyLong_FromLong(OUTSIDE);
         PyObject *name = num_calls < 2 || call == Py_None ? Py_NewRef(text) : place_names(call, text);
         failed = number == NULL || name == NULL ? -1 : PyDict_SetItem(named, name, Py_None);
         Py_XDECREF(name);
@@ -316,8 +316,8 @@ static int write_owners(const Walk *walk, PyObject *tracked, PyObject *order)
             PyTuple_SET_ITEM(numbers, place, number);
     }
     if (!failed && (owners = same(walk->builder, numbers)) != NULL && (between = PyUnicode_FromString("; ")) != NULL &&
-        (op = PyUnicode_Join(between, named)) != NULL && PyObject_SetAttr(tracked, name_owners, owners) == 0)
-        failed = PyObject_SetAttr(tracked, name_op, op);
+        (op = PyUnicode_Join(between, named)) != NULL && set(tracked, name_owners, owners) == 0)
+        failed = set(tracked, name_op, op);
     else
         failed = -1;
     Py_XDECREF(numbers);
@@ -337,7 +337,7 @@ static int settle_several(const Walk *walk, PyObject *tracked, const NodeRow *ro
         if (edge_at(walk, at)->index == index)
             failed = take_arrival(walk, edge_at(walk, at), computed, flowing);
     if (!failed && (own = PySequence_Tuple(flowing)) != NULL && (sources = same(walk->builder, own)) != NULL &&
-        PyObject_SetAttr(tracked, name_sources, sources) == 0 && (order = sort_computed(computed)) != NULL)
+        set(tracked, name_sources, sources) == 0 && (order = sort_computed(computed)) != NULL)
         failed = write_owners(walk, tracked, order);
     else
         failed = -1;
@@ -371,7 +371,7 @@ static int settle_followed(const Walk *walk, PyObject *index, PyObject *tracked,
     long long output = PyLong_AsLongLong(index);
     if ((output == -1 && PyErr_Occurred()) || settle_output(walk, tracked, row, output) < 0)
         return -1;
-    PyObject *number = PyObject_GetAttr(tracked, name_number);
+    PyObject *number = get(tracked, name_number);
     int failed = number == NULL ? -1 : PyDict_SetItem(found, number, Py_None);
     Py_XDECREF(number);
     return failed;
@@ -380,10 +380,10 @@ static int settle_followed(const Walk *walk, PyObject *index, PyObject *tracked,
 /* The same for all that is followed of a node; -1 with an error set. */
 static int settle_outputs(const Walk *walk, PyObject *outputs, const NodeRow *row, PyObject *found)
 {
-    PyObject *others = PyObject_GetAttr(outputs, name__others), *index = NULL, *first = NULL, *items = NULL;
+    PyObject *others = get(outputs, name__others), *index = NULL, *first = NULL, *items = NULL;
     int failed = -1;
     if (others == Py_None) {
-        if ((index = PyObject_GetAttr(outputs, name__index)) != NULL && (first = PyObject_GetAttr(outputs, name__first)) != NULL)
+        if ((index = get(outputs, name__index)) != NULL && (first = get(outputs, name__first)) != NULL)
             failed = settle_followed(walk, index, first, row, found);
     } else if (others != NULL && (items = PyObject_CallMethodNoArgs(outputs, name_items)) != NULL) {
         failed = PyList_Check(items) ? 0 : -1;
@@ -425,12 +425,12 @@ static int pass_others(const Walk *walk, const NodeRow *row, PyObject *found, Py
 /* Settle the gradient of a parameter, which passes on nothing; -1 with an error set. */
 static int flow_into_parameter(const Walk *walk, NodeRow *row)
 {
-    PyObject *variable = PyObject_GetAttr(row->node, name_variable), *tracked = NULL, *trace = NULL;
+    PyObject *variable = get(row->node, name_variable), *tracked = NULL, *trace = NULL;
     int failed = -1;
     if (variable == NULL || (tracked = PyObject_CallMethodOneArg(walk->hooks, name__parameter, variable)) == NULL)
         goto end;
-    if (tracked != Py_None && ((trace = PyObject_GetAttr(walk->hooks, name__trace)) == NULL ||
-                               PyObject_SetAttr(tracked, name_trace, trace) < 0 || settle_output(walk, tracked, row, 0) < 0))
+    if (tracked != Py_None && ((trace = get(walk->hooks, name__trace)) == NULL ||
+                               set(tracked, name_trace, trace) < 0 || settle_output(walk, tracked, row, 0) < 0))
         goto end;
     if ((row->sources = PyTuple_New(0)) != NULL && (row->names = PyTuple_New(0)) != NULL)
         failed = 0;
@@ -533,9 +533,9 @@ static int flow(Walk *walk)
 /* Ask the trace and the owners for what they hold; -1 with an error set. */
 static int begin_walk(Walk *walk)
 {
-    if ((walk->outputs = PyObject_GetAttr(walk->trace, name_outputs)) == NULL ||
-        (walk->calls = PyObject_GetAttr(walk->owner_of, name__calls)) == NULL ||
-        (walk->starts = PyObject_GetAttr(walk->owner_of, name__starts)) == NULL ||
+    if ((walk->outputs = get(walk->trace, name_outputs)) == NULL ||
+        (walk->calls = get(walk->owner_of, name__calls)) == NULL ||
+        (walk->starts = get(walk->owner_of, name__starts)) == NULL ||
         (walk->thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident())) == NULL ||
         (walk->num_bits = PyLong_FromLong(64)) == NULL)
         return -1;

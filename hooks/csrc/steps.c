@@ -6,12 +6,12 @@
 
 PyObject *next_sites(PyObject *builder, PyObject *phase, PyObject *root, PyObject *path, PyObject *slot, PyObject *is_eval)
 {
-    PyObject *known = PyObject_GetAttr(builder, name__known), *places = NULL, *key = NULL, *place = NULL;
+    PyObject *known = get(builder, name__known), *places = NULL, *key = NULL, *place = NULL;
     PyObject *counts = NULL, *now = NULL, *executions = NULL, *sites = NULL;
-    if (known == NULL || (places = PyObject_GetAttr(known, name__places)) == NULL)
+    if (known == NULL || (places = get(known, name__places)) == NULL)
         goto end;
     if ((key = PyTuple_Pack(5, phase, root, path, slot, is_eval)) == NULL ||
-        (place = item_of(places, key)) == NULL || (counts = PyObject_GetAttr(builder, name__counts)) == NULL)
+        (place = item_of(places, key)) == NULL || (counts = get(builder, name__counts)) == NULL)
         goto end;
     if (!PyDict_Check(counts)) {
         PyErr_SetString(PyExc_TypeError, "a step counts in a dictionary");
@@ -20,7 +20,7 @@ PyObject *next_sites(PyObject *builder, PyObject *phase, PyObject *root, PyObjec
     PyObject *before = PyDict_GetItemWithError(counts, place);
     Py_ssize_t number = before != NULL ? PyLong_AsSsize_t(before) : 0;
     if (PyErr_Occurred() || (now = PyLong_FromSsize_t(number + 1)) == NULL || PyDict_SetItem(counts, place, now) < 0 ||
-        (executions = PyObject_GetAttr(place, name__executions)) == NULL)
+        (executions = get(place, name__executions)) == NULL)
         goto end;
     if (PyList_Check(executions) && number >= 0 && number < PyList_GET_SIZE(executions))
         sites = Py_NewRef(PyList_GET_ITEM(executions, number));
@@ -43,8 +43,8 @@ end:
 
 PyObject *append_group(PyObject *builder, PyObject *group)
 {
-    PyObject *record = PyObject_GetAttr(builder, name_record), *number = NULL;
-    PyObject *groups = record != NULL ? PyObject_GetAttr(record, name_groups) : NULL;
+    PyObject *record = get(builder, name_record), *number = NULL;
+    PyObject *groups = record != NULL ? get(record, name_groups) : NULL;
     if (groups != NULL && !PyList_Check(groups))
         PyErr_SetString(PyExc_TypeError, "a step's groups are a list");
     else if (groups != NULL && PyList_Append(groups, group) == 0)
@@ -58,8 +58,8 @@ PyObject *same(PyObject *builder, PyObject *value)
 {
     if (PyTuple_GET_SIZE(value) > MAX_MEMBERS)
         return Py_NewRef(value);
-    PyObject *known = PyObject_GetAttr(builder, name__known);
-    PyObject *values = known != NULL ? PyObject_GetAttr(known, name__values) : NULL, *found = NULL;
+    PyObject *known = get(builder, name__known);
+    PyObject *values = known != NULL ? get(known, name__values) : NULL, *found = NULL;
     Py_XDECREF(known);
     if (values != NULL && !PyDict_Check(values))
         PyErr_SetString(PyExc_TypeError, "tuples are known in a dictionary");
@@ -69,6 +69,22 @@ PyObject *same(PyObject *builder, PyObject *value)
         found = Py_XNewRef(PyDict_SetDefault(values, value, value));
     }
     Py_XDECREF(values);
+    return found;
+}
+
+PyObject *known_group(PyObject *builder, PyObject *kind, PyObject *root, PyObject *path, PyObject *op)
+{
+    PyObject *known = get(builder, name__known), *values = known != NULL ? get(known, name__values) : NULL;
+    PyObject *parent = values != NULL ? PyLong_FromLong(-1) : NULL;
+    PyObject *key = parent != NULL ? PyTuple_Pack(5, kind, root, path, op, parent) : NULL, *found = NULL;
+    if (key != NULL && PyDict_Check(values)) /* a Group equals the tuple of its fields */
+        found = Py_XNewRef(PyDict_GetItemWithError(values, key));
+    if (found != NULL && PyTuple_CheckExact(found))
+        Py_CLEAR(found);
+    Py_XDECREF(known);
+    Py_XDECREF(values);
+    Py_XDECREF(parent);
+    Py_XDECREF(key);
     return found;
 }
 
@@ -98,8 +114,8 @@ int add_on_device(PyObject *builder, Py_ssize_t count, PyObject *const *sites, P
     if (found != 1)
         goto end;
     found = -1;
-    if ((device = PyObject_GetAttr(tensors[0], name_device)) == NULL ||
-        (digesters = PyObject_GetAttr(builder, name__digesters)) == NULL ||
+    if ((device = get(tensors[0], name_device)) == NULL ||
+        (digesters = get(builder, name__digesters)) == NULL ||
         (digester = item_of(digesters, device)) == NULL ||
         (found = submit_few(digester, count, tensors, kinds, places, tickets)) < 0) {
         if (PyErr_ExceptionMatches(digest_error)) { /* a graph is being captured, or the device has failed */
@@ -111,8 +127,8 @@ int add_on_device(PyObject *builder, Py_ssize_t count, PyObject *const *sites, P
     if (found == 0)
         goto end;
     found = -1;
-    if ((none = PyBytes_FromStringAndSize(NULL, 0)) == NULL || (record = PyObject_GetAttr(builder, name_record)) == NULL ||
-        (all_owed = PyObject_GetAttr(builder, name__owed)) == NULL || (owed = item_of(all_owed, device)) == NULL)
+    if ((none = PyBytes_FromStringAndSize(NULL, 0)) == NULL || (record = get(builder, name_record)) == NULL ||
+        (all_owed = get(builder, name__owed)) == NULL || (owed = item_of(all_owed, device)) == NULL)
         goto end;
     for (; num_added < count; num_added++) {
         Py_ssize_t at = add_event(record, sites[num_added], kinds[num_added], none, none, group, sources[num_added]);
@@ -144,7 +160,7 @@ end:
 
 int have_landed(PyObject *builder, Py_ssize_t count, PyObject *const *tensors)
 {
-    PyObject *flying = PyObject_GetAttr(builder, name_flying);
+    PyObject *flying = get(builder, name_flying);
     int is_any = flying != NULL ? PyObject_IsTrue(flying) : -1, landed = is_any < 0 ? -1 : 1;
     for (Py_ssize_t index = 0; is_any == 1 && landed == 1 && index < count; index++) {
         PyObject *storage = storage_of(tensors[index]);
@@ -171,7 +187,7 @@ static int is_at_hand(PyObject *builder, PyObject *tensor)
 /* Return what a tensor was computed from, those included that last wrote its memory, as `StepBuilder._with_writers`. */
 static PyObject *with_writers(PyObject *builder, PyObject *tensor, PyObject *inputs)
 {
-    PyObject *writers = PyObject_GetAttr(builder, name_writers), *wrote = NULL, *united = NULL, *sources = NULL;
+    PyObject *writers = get(builder, name_writers), *wrote = NULL, *united = NULL, *sources = NULL;
     if (writers == NULL || writers == Py_None) {
         PyObject *found = writers != NULL ? same(builder, inputs) : NULL;
         Py_XDECREF(writers);
@@ -214,7 +230,7 @@ static PyObject *add_at_hand(PyObject *builder, PyObject *site, PyObject *tensor
         if (found == 0)
             added = Py_NewRef(Py_None);
     } else {
-        PyObject *record = PyObject_GetAttr(builder, name_record), *own[] = {record, site, tensor, group, sources};
+        PyObject *record = get(builder, name_record), *own[] = {record, site, tensor, group, sources};
         PyObject *event = record != NULL ? add_plain(NULL, own, 5) : NULL;
         added = event == NULL || event == Py_None ? Py_XNewRef(event) : item_of(alone, event);
         Py_XDECREF(event);

@@ -150,7 +150,7 @@ static int find_copy(PyObject *shortcut, PyObject *tensor, long long num_bytes, 
         return -1;
     if (itemsize != 1 && itemsize != 2 && itemsize != 4 && itemsize != 8)
         return 0;
-    PyObject *shape = PyObject_GetAttr(tensor, name_shape), *arranged = NULL;
+    PyObject *shape = get(tensor, name_shape), *arranged = NULL;
     PyObject *strides = shape != NULL ? PyObject_CallMethodNoArgs(tensor, name_stride) : NULL;
     if (strides != NULL)
         arranged = PyObject_CallFunctionObjArgs(PyTuple_GET_ITEM(shortcut, SHORT_ARRANGEMENT), shape, strides, NULL);
@@ -173,7 +173,7 @@ static int find_copy(PyObject *shortcut, PyObject *tensor, long long num_bytes, 
 /* Whether the scratch buffer may be used without waiting for another stream: 1, 0, or -1 with an error set. */
 static int is_free_for(PyObject *digester, PyObject *stream)
 {
-    PyObject *last = PyObject_GetAttr(digester, name__scratch_stream);
+    PyObject *last = get(digester, name__scratch_stream);
     if (last == NULL)
         return -1;
     int is_so = last == Py_None ? 1 : PyObject_RichCompareBool(last, stream, Py_EQ);
@@ -216,7 +216,7 @@ int launch_copies(PyObject *digester, PyObject *shortcut, PyObject *stream, Py_s
         Copy *copy = &copies[piece];
         if (copy->kernel == NULL)
             continue;
-        if (!is_noted && PyObject_SetAttr(digester, name__scratch_stream, stream) < 0)
+        if (!is_noted && set(digester, name__scratch_stream, stream) < 0)
             return -1;
         is_noted = 1;
         unsigned long long handle = PyLong_AsUnsignedLongLongMask(stream);

@@ -49,7 +49,7 @@ static int is_shortcut(PyObject *shortcut)
 /* Reserve slots, as `Ring.reserve`; returns the flight, a new reference, and sets the first slot. */
 static PyObject *reserve(PyObject *ring, long long slots, long long capacity, long long *slot)
 {
-    PyObject *flights = PyObject_GetAttr(ring, name__flights);
+    PyObject *flights = get(ring, name__flights);
     Py_ssize_t num_flights = flights != NULL ? PyObject_Size(flights) : -1;
     Py_XDECREF(flights);
     long long head = num_flights < 0 ? -1 : number_at(ring, name__head);
@@ -69,7 +69,7 @@ static PyObject *reserve(PyObject *ring, long long slots, long long capacity, lo
         Py_XDECREF(pair);
         return flight;
     }
-    PyObject *flight = PyObject_GetAttr(ring, name__filling);
+    PyObject *flight = get(ring, name__filling);
     *slot = head;
     if (flight != NULL &&
         (put(ring, name__head, PyLong_FromLongLong(head + slots)) < 0 ||
@@ -80,7 +80,7 @@ static PyObject *reserve(PyObject *ring, long long slots, long long capacity, lo
 
 static int append_number(PyObject *object, PyObject *attribute, PyObject *number)
 {
-    PyObject *list = PyObject_GetAttr(object, attribute);
+    PyObject *list = get(object, attribute);
     int failed = list == NULL || number == NULL ? -1 : PyList_Append(list, number);
     Py_XDECREF(list);
     return failed;
@@ -91,9 +91,9 @@ static PyObject *add_ticket(PyObject *digester, PyObject *flight, PyObject *kind
 {
     long long number = number_at(digester, name__num_tickets);
     PyObject *ticket = PyErr_Occurred() ? NULL : PyLong_FromLongLong(number + 1);
-    PyObject *kinds = ticket != NULL ? PyObject_GetAttr(digester, name__kinds) : NULL;
+    PyObject *kinds = ticket != NULL ? get(digester, name__kinds) : NULL;
     PyObject *from = PyLong_FromLongLong(first), *many = PyLong_FromLongLong(count);
-    if (kinds == NULL || PyObject_SetAttr(digester, name__num_tickets, ticket) < 0 ||
+    if (kinds == NULL || set(digester, name__num_tickets, ticket) < 0 ||
         PyDict_SetItem(kinds, ticket, kind) < 0 || append_number(flight, name_tickets, ticket) < 0 ||
         append_number(flight, name_firsts, from) < 0 || append_number(flight, name_counts, many) < 0)
         Py_CLEAR(ticket);
@@ -111,7 +111,7 @@ static int mark(PyObject *ring, PyObject *stream)
         Py_XDECREF(marked);
         return marked == NULL ? -1 : 0;
     }
-    PyObject *used = PyErr_Occurred() ? NULL : PyObject_GetAttr(ring, name__used);
+    PyObject *used = PyErr_Occurred() ? NULL : get(ring, name__used);
     int failed = used == NULL ? -1 : PySet_Add(used, stream);
     Py_XDECREF(used);
     return failed;
@@ -240,13 +240,13 @@ end:
 int submit_few(PyObject *digester, Py_ssize_t count, PyObject *const *tensors, PyObject *const *kinds,
                const long long *places, PyObject **tickets)
 {
-    PyObject *shortcut = PyObject_GetAttr(digester, name__shortcut), *ring = NULL, *lock = NULL, *locked = NULL;
+    PyObject *shortcut = get(digester, name__shortcut), *ring = NULL, *lock = NULL, *locked = NULL;
     int found = shortcut == NULL ? -1 : 0;
     if (found < 0 || shortcut == Py_None || count > FEW_TENSORS)
         goto end;
     found = -1;
-    if (!is_shortcut(shortcut) || (ring = PyObject_GetAttr(digester, name__ring)) == NULL ||
-        (lock = PyObject_GetAttr(ring, name_lock)) == NULL || (locked = PyObject_CallMethodNoArgs(lock, name_acquire)) == NULL)
+    if (!is_shortcut(shortcut) || (ring = get(digester, name__ring)) == NULL ||
+        (lock = get(ring, name_lock)) == NULL || (locked = PyObject_CallMethodNoArgs(lock, name_acquire)) == NULL)
         goto end;
     found = submit_locked(digester, shortcut, ring, count, tensors, kinds, places, tickets);
     PyObject *type, *error, *traceback;

@@ -44,7 +44,7 @@ int launch_copies(PyObject *digester, PyObject *shortcut, PyObject *stream, Py_s
 /* Read an attribute that is a number; -1 with an error set where it is none. */
 static inline long long number_at(PyObject *object, PyObject *attribute)
 {
-    PyObject *value = PyObject_GetAttr(object, attribute);
+    PyObject *value = get(object, attribute);
     long long number = value != NULL ? PyLong_AsLongLong(value) : -1;
     Py_XDECREF(value);
     return number;

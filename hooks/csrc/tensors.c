@@ -42,22 +42,30 @@ static void hash_leaves(const uint8_t *data, Py_ssize_t num_bytes, uint8_t *leav
     xxh3_128(padded, (size_t)padded_bytes, leaves);
 }
 
-PyObject *digest_leaves(PyObject *header, const uint8_t *leaves, Py_ssize_t leaves_bytes)
+int hash_joined(const uint8_t *header, size_t header_bytes, const uint8_t *leaves, size_t leaves_bytes, uint8_t *digest)
 {
-    Py_ssize_t header_bytes = PyBytes_GET_SIZE(header), joined_bytes = header_bytes + leaves_bytes;
     uint8_t few[MAX_JOINED_BYTES], *joined = few;
-    if (joined_bytes < XXH3_MIN_BYTES)
-        return PyErr_Format(PyExc_ValueError, "no header of a digest: %R", header);
-    if (joined_bytes > MAX_JOINED_BYTES && (joined = PyMem_Malloc((size_t)joined_bytes)) == NULL)
-        return PyErr_NoMemory();
-    memcpy(joined, PyBytes_AS_STRING(header), (size_t)header_bytes);
-    memcpy(joined + header_bytes, leaves, (size_t)leaves_bytes);
-    PyObject *digest = PyBytes_FromStringAndSize(NULL, XXH3_DIGEST_BYTES);
-    if (digest != NULL)
-        xxh3_128(joined, (size_t)joined_bytes, (uint8_t *)PyBytes_AS_STRING(digest));
+    size_t joined_bytes = header_bytes + leaves_bytes;
+    if (joined_bytes > MAX_JOINED_BYTES && (joined = PyMem_RawMalloc(joined_bytes)) == NULL)
+        return -1;
+    memcpy(joined, header, header_bytes);
+    memcpy(joined + header_bytes, leaves, leaves_bytes);
+    xxh3_128(joined, joined_bytes, digest);
     if (joined != few)
-        PyMem_Free(joined);
-    return digest;
+        PyMem_RawFree(joined);
+    return 0;
+}
+
+/* Return the digest of a tensor whose leaf digests are known. */
+static PyObject *digest_leaves(PyObject *header, const uint8_t *leaves, Py_ssize_t leaves_bytes)
+{
+    Py_ssize_t header_bytes = PyBytes_GET_SIZE(header);
+    if (header_bytes + leaves_bytes < XXH3_MIN_BYTES)
+        return PyErr_Format(PyExc_ValueError, "no header of a digest: %R", header);
+    uint8_t digest[XXH3_DIGEST_BYTES];
+    if (hash_joined((const uint8_t *)PyBytes_AS_STRING(header), (size_t)header_bytes, leaves, (size_t)leaves_bytes, digest) < 0)
+        return PyErr_NoMemory();
+    return PyBytes_FromStringAndSize((const char *)digest, XXH3_DIGEST_BYTES);
 }
 
 /* Return the digest of a tensor of `num_bytes` contiguous bytes, 1 at least, and set its leaf digests. */
@@ -133,7 +141,7 @@ PyObject *storage_of(PyObject *tensor)
 {
     PyObject *storage = PyObject_CallMethodNoArgs(tensor, name_untyped_storage), *number = NULL;
     if (storage != NULL) {
-        number = PyObject_GetAttr(storage, name__cdata);
+        number = get(storage, name__cdata);
         Py_DECREF(storage);
     }
     if (number == NULL && (PyErr_ExceptionMatches(PyExc_RuntimeError) || PyErr_ExceptionMatches(PyExc_NotImplementedError))) {
@@ -149,12 +157,12 @@ PyObject *plain_kind(PyObject *tensor, PyObject *is_there)
 {
     if (!is_tensor(tensor) || has(tensor, is_there) != 1)
         return NULL;
-    PyObject *layout = PyObject_GetAttr(tensor, name_layout);
+    PyObject *layout = get(tensor, name_layout);
     Py_XDECREF(layout);
     if (layout != strided_layout || has(tensor, name_is_nested) != 0)
         return NULL;
-    PyObject *dtype = PyObject_GetAttr(tensor, name_dtype);
-    PyObject *shape = dtype != NULL ? PyObject_GetAttr(tensor, name_shape) : NULL;
+    PyObject *dtype = get(tensor, name_dtype);
+    PyObject *shape = dtype != NULL ? get(tensor, name_shape) : NULL;
     PyObject *key = shape != NULL ? PyTuple_Pack(2, dtype, shape) : NULL;
     Py_XDECREF(dtype);
     Py_XDECREF(shape);
@@ -239,7 +247,7 @@ PyObject *digest_plain(PyObject *module, PyObject *tensor)
 /* Append to a column of a step; `value` is borrowed. Returns the index, -1 with an error set. */
 static Py_ssize_t append(PyObject *record, PyObject *column, PyObject *value)
 {
-    PyObject *list = PyObject_GetAttr(record, column);
+    PyObject *list = get(record, column);
     if (list == NULL)
         return -1;
     Py_ssize_t index = PyList_Check(list) ? PyList_GET_SIZE(list) : -1;

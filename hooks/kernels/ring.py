@@ -73,6 +73,12 @@ class Ring:
     it returns. `on_departure` is called after each flight's departure by whoever sent it, `lock` held.
     """
 
+    __slots__ = (
+        "_address", "_capacity", "_departed", "_failure", "_filling", "_flights", "_head", "_host", "_host_bytes",
+        "_host_words", "_is_full", "_landed", "_landed_word", "_landing", "_numbers", "_on_departure", "_queue",
+        "_receive", "_slots", "_tail", "_used", "lock",
+    )  # fmt: skip
+
     def __init__(
         self,
         queue: CudaQueue,

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -420,6 +421,35 @@ def test_leaf_digests_that_arrive_become_the_digests_that_the_python_gives() -> 
         landed = bytes(16) + leaves + leaves[:16]
         assert native.receive_leaves([7, 8], [1, 1 + count], [count, 1], landed, waiting, known, limit) == [1]
         assert (known, waiting) == ({7: (digest, kept)}, {8: kind})
+
+
+def test_other_threads_run_while_leaf_digests_are_hashed() -> None:
+    leaves, count, num_tickets = bytes(2**17), 2**13, 200
+    kind = ("uint8", (count * 16384,), count * 16384)
+    order: list[str] = []
+    turn = threading.Lock()
+    turn.acquire()
+
+    def other() -> None:
+        with turn:
+            order.append("another thread")
+
+    waiter = threading.Thread(target=other)
+    interval = sys.getswitchinterval()
+    waiter.start()
+    time.sleep(0.05)  # until it waits
+    sys.setswitchinterval(60)
+    try:
+        turn.release()
+        waiting, known = dict.fromkeys(range(num_tickets), kind), {}  # type: ignore[var-annotated]
+        firsts, counts = [0] * num_tickets, [count] * num_tickets
+        native.receive_leaves(list(range(num_tickets)), firsts, counts, leaves, waiting, known, 0)
+        order.append("all are received")
+    finally:
+        sys.setswitchinterval(interval)
+        waiter.join()
+    assert len(known) == num_tickets
+    assert order == ["another thread", "all are received"]
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bitcheck.errors import DigestError
 from bitcheck.events import Kind, Phase, Site, StepKind
 from bitcheck.hooks import steps
+from bitcheck.hooks.sites import Known, PlaceKey
 from bitcheck.hooks.steps import Digesters, StepBuilder
 from bitcheck.hooks.tensors import digest_tensor, kind_of
 
@@ -83,3 +86,45 @@ def test_a_tensor_that_cannot_be_read_is_missed_alone(device: Device) -> None:
     assert digests == {number: digest_tensor(tensors[int(number)])[0] for number in ("0", "2")}
     assert missed == {"param/1:value: its storage is freed": 1}
     assert not device.launches
+
+
+# --- many places at once
+
+
+KEYS: list[PlaceKey] = [(phase, "Net", path, "value") for phase in (Phase.PARAM, Phase.BUFFER) for path in "abcd"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.lists(st.sampled_from(KEYS), max_size=6), max_size=4), max_size=4))
+def test_sites_of_many_places_are_those_of_one_after_the_other(program: list[list[list[PlaceKey]]]) -> None:
+    """`program`: steps of rows of places; a row may have a place twice, and a place may be in several."""
+    together, apart = Known(), Known()
+    for number, rows in enumerate(program * 2):
+        one = StepBuilder(number, StepKind.STEP, True, digesters(), together)
+        other = StepBuilder(number, StepKind.STEP, True, digesters(), apart)
+        for row in rows:
+            expected = [other.next_sites(*key, False).first for key in row]
+            assert one.sites_once(row) == expected
+            for key in row[:1]:  # and what is counted by itself goes on from there
+                assert one.next_sites(*key, False).first == other.next_sites(*key, False).first
+
+
+def test_a_row_of_the_step_before_is_taken_as_it_is() -> None:
+    known = Known()
+    first, second = (StepBuilder(number, StepKind.STEP, True, digesters(), known) for number in range(2))
+    assert first.sites_once(list(KEYS)) is second.sites_once(list(KEYS))
+    assert second.sites_once(list(KEYS)) == [Site(*key, occurrence=1) for key in KEYS]
+    assert second.sites_once([]) == []
+
+
+def test_rows_without_end_are_not_kept() -> None:
+    known = Known()
+    for number in range(1000):
+        builder = StepBuilder(number, StepKind.STEP, True, digesters(), known)
+        builder.sites_once([(Phase.PARAM, "Net", f"{number}", "value")])
+    assert len(known._rows) <= 64
+
+
+def digesters() -> Digesters:
+    """Return digesters of no device."""
+    return Digesters(lambda: None, lambda land: None)

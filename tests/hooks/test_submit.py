@@ -18,6 +18,7 @@ from bitcheck.digest import LEAF_BYTES, digest_leaves, num_leaves
 from bitcheck.events import Kind
 from bitcheck.hooks.device_digest import HostDigester
 from bitcheck.hooks.kernels.layout import FEW_TENSORS, arrangement
+from bitcheck.hooks.kernels.ring import Ring
 from bitcheck.hooks.kernels.shortcut import CopyKernel, Kernel, Shortcut, copy_key
 from bitcheck.hooks.native import native
 from bitcheck.hooks.tensors import digest_tensor, kind_of
@@ -273,13 +274,15 @@ def test_arguments_that_are_none_are_refused(host: OnHost, driver: Driver) -> No
 
 
 @pytest.mark.parametrize("piece", ["reserve", "flush", "mark"])
-def test_a_mistake_in_the_middle_gives_the_lock_back(piece: str, host: OnHost, driver: Driver) -> None:
+def test_a_mistake_in_the_middle_gives_the_lock_back(
+    piece: str, host: OnHost, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("a planned mistake")
 
     host.queue.now = 5
     tensor = random_bytes(host.digester._flight_leaves * LEAF_BYTES)
-    setattr(host.digester._ring, piece, fail)
+    monkeypatch.setattr(Ring, piece, fail)
     with pytest.raises(RuntimeError, match="a planned mistake"):
         submit(host, [tensor])
     free = threading.Event()
