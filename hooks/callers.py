@@ -72,37 +72,19 @@ class Purpose(Enum):
 
 def purpose_of_collective(max_frames: int = MAX_FRAMES) -> Purpose | None:
     """Return what the innermost of PyTorch's functions here begins collectives for, None for the program's own."""
+    fsdp = sys.modules.get(FSDP_COLLECTIVES)
+    gathers, objects = getattr(fsdp, "__file__", None), _object_functions()
     frame: FrameType | None = sys._getframe(1)
     for _ in range(max_frames):
         if frame is None:
             return None
         code = frame.f_code
-        known = _purposes.get(id(code))
-        if known is None or known[0] is not code:
-            known = _note_purpose(code)
-        if known[1] is not None:
-            return known[1]
+        if code.co_filename == gathers and code.co_name.startswith("foreach_"):
+            return Purpose.REDUCE if "reduce" in code.co_name else Purpose.GATHER
+        if id(code) in objects:
+            return Purpose.OBJECTS
         frame = frame.f_back
     return None
-
-
-_purposes: dict[int, tuple[CodeType, Purpose | None]] = {}
-"""Identity of a code -> the code and what it begins collectives for; to hash one would take longer than all else."""
-_MAX_PURPOSES = 4096
-"""Programs may make functions without end."""
-
-
-def _note_purpose(code: CodeType) -> tuple[CodeType, Purpose | None]:
-    if len(_purposes) >= _MAX_PURPOSES:
-        _purposes.clear()
-    purpose = None
-    fsdp = sys.modules.get(FSDP_COLLECTIVES)
-    if fsdp is not None and code.co_filename == fsdp.__file__ and code.co_name.startswith("foreach_"):
-        purpose = Purpose.REDUCE if "reduce" in code.co_name else Purpose.GATHER
-    elif dist.is_available() and code in _codes_of_object_functions():
-        purpose = Purpose.OBJECTS
-    _purposes[id(code)] = known = code, purpose
-    return known
 
 
 def stage_in_call() -> int | None:
@@ -162,6 +144,10 @@ def is_sending_objects(max_frames: int = MAX_FRAMES) -> bool:
 
 
 @functools.cache
-def _codes_of_object_functions() -> frozenset[CodeType]:
-    functions = (getattr(dist.distributed_c10d, name, None) for name in OBJECT_FUNCTIONS)
-    return frozenset(inspect.unwrap(function).__code__ for function in functions if function is not None)
+def _object_functions() -> dict[int, CodeType]:
+    """Return the codes of the functions that send objects, by identity: to hash one would take longer than all else."""
+    if not dist.is_available():
+        return {}
+    functions = [getattr(dist.distributed_c10d, name, None) for name in OBJECT_FUNCTIONS]
+    codes = [getattr(inspect.unwrap(function), "__code__", None) for function in functions if callable(function)]
+    return {id(code): code for code in codes if code is not None}

@@ -194,7 +194,7 @@ class CollectiveHooks:
         members = self.members_of(own)
         if members is None:
             return None
-        ranks, name = members
+        ranks, name, rank = members
         options = next((value for value in (*args[1:], *kwargs.values()) if hasattr(value, "timeout")), None)
         reduction = getattr(options, "reduceOp", None)
         if reduction is None:
@@ -202,10 +202,9 @@ class CollectiveHooks:
         root = getattr(options, "rootRank", None)
         if root is None and (shape.gives_alone or shape.gets_alone):
             root = next((value for value in args[1:] if isinstance(value, int)), 0)
-        gives = not shape.gives_alone or ranks[int(root or 0)] == dist.get_rank()
-        gets = not shape.gets_alone or ranks[int(root or 0)] == dist.get_rank()
+        gives = not shape.gives_alone or ranks[int(root or 0)] == rank
+        gets = not shape.gets_alone or ranks[int(root or 0)] == rank
         if shape.is_pairwise:
-            rank = dist.get_rank()
             peer = ranks[int(args[1] if len(args) > 1 else kwargs.get("dstRank", kwargs.get("srcRank", 0)))]
             sender, receiver = (rank, peer) if shape.given is not None else (peer, rank)
             path = f"send.{self.names.transfer_name(own, members, sender, receiver)}"

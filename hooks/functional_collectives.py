@@ -127,7 +127,7 @@ class FunctionalCollectives:
         word, reduces = OPERATORS[name]
         value = values.get("input", values.get("inputs"))
         given = [value] if isinstance(value, torch.Tensor) else list(value or ())
-        if word == "broadcast" and members.ranks[int(values["src"])] != dist.get_rank():
+        if word == "broadcast" and members.ranks[int(values["src"])] != members.own:
             given = []
         reduction = str(values.get("reduce_op", "sum")).lower() if reduces else ""
         path = ".".join(filter(None, (word, reduction, members.name)))

@@ -42,6 +42,8 @@ class Members(NamedTuple):
     ranks: list[int]
     """Global ones, in the group's own order."""
     name: str
+    own: int
+    """This process's rank, a global one."""
 
 
 class GroupNames:
@@ -68,7 +70,7 @@ class GroupNames:
             return None
         known = self._known.get(process_group)
         if known is None:
-            known = self._known[process_group] = Members(ranks, self._name_of(process_group, ranks))
+            known = self._known[process_group] = Members(ranks, self._name_of(process_group, ranks), dist.get_rank())
         return known
 
     def _name_of(self, process_group: Any, ranks: Sequence[int]) -> str:

@@ -527,8 +527,11 @@ class StepBuilder:
         return [self.record.add(site, ("uint8", (data.size,), data.size), digest, leaves, group)]
 
     def reserve(self, site: Site, tensor: torch.Tensor, group: int, inputs: Iterable[int]) -> list[int]:
-        """Give a strided tensor that is still being written its place; `settle` reads it."""
+        """Give a strided tensor that is still being written its place; `settle` reads it. Of any other: counted, no place."""
         if not self.is_kept:
+            return []
+        if tensor.layout is not torch.strided or tensor.is_nested:  # its parts are known when it is there, its sites are not
+            self.miss(f"{site.text(False)}: what a collective writes to a tensor that is not strided")
             return []
         index = self.record.add(site, kind_of(tensor), UNREAD, b"", group, self.same(tuple(inputs)))
         self._unsettled.add(index)
@@ -539,12 +542,17 @@ class StepBuilder:
         if index not in self._unsettled:
             return
         self._unsettled.discard(index)
+        plain = digest_plain(tensor) if tensor.is_cpu else None
+        kind = plain[0] if plain is not None else plain_on_device(tensor) or kind_of(tensor)
+        if kind != self.record.kinds[index]:
+            site = self.record.sites[index].text(False)
+            self.miss(f"{site}: the program changed the tensor's shape while a collective wrote it")
+            return
         try:
             if tensor.is_cpu:
-                plain = digest_plain(tensor)
-                self.record.digests[index], self.record.leaves[index] = plain[1:] if plain else digest_tensor(tensor)
+                found = plain[1:] if plain is not None else digest_tensor(tensor)
+                self.record.digests[index], self.record.leaves[index] = found
             else:
-                kind = plain_on_device(tensor) or kind_of(tensor)
                 self._owed[tensor.device][index] = self._digesters[tensor.device].submit(tensor, kind)
         except DigestError as error:
             self.miss(f"{self.record.sites[index].text(False)}: {error}")

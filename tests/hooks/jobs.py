@@ -54,12 +54,14 @@ class Job:
 def end_all(jobs: Sequence[Job], timeout_s: float = TIMEOUT_S) -> None:
     """Wait until all have ended well. Where one fails the others wait for it: they are ended, and all are heard."""
     limit = time.monotonic() + timeout_s
-    statuses = [job.status for job in jobs]
-    while None in statuses and not any(statuses) and time.monotonic() < limit:
-        time.sleep(0.05)
+    try:
         statuses = [job.status for job in jobs]
-    for job in jobs:
-        job.end()
+        while None in statuses and not any(statuses) and time.monotonic() < limit:
+            time.sleep(0.05)
+            statuses = [job.status for job in jobs]
+    finally:  # also where somebody interrupts the test
+        for job in jobs:
+            job.end()
     said = "".join(f"\n--- job {number}\n{job.said[-4000:]}" for number, job in enumerate(jobs))
     assert all(status == 0 for status in statuses), f"ended with {statuses}{said}"
 
@@ -68,9 +70,11 @@ def run_job(folder: Path, command: Sequence[str], cwd: Path, timeout_s: float = 
     """Run a job to its end, well or not; what it says goes to a file in `folder`. Fails where it does not end."""
     job = Job(folder / f"said-{time.monotonic_ns()}", command, cwd)
     limit = time.monotonic() + timeout_s
-    while job.status is None and time.monotonic() < limit:
-        time.sleep(0.05)
-    is_hung = job.status is None
-    job.end()
+    try:
+        while job.status is None and time.monotonic() < limit:
+            time.sleep(0.05)
+        is_hung = job.status is None
+    finally:
+        job.end()
     assert not is_hung, f"not ended after {timeout_s:.0f} s: {job.said[-4000:]}"
     return job
