@@ -135,7 +135,7 @@ class FunctionalCollectives:
 
     def _begin_transfer(self, group: Any, members: Members, op: str, peer: int, tensor: torch.Tensor) -> Begun | None:
         """Record what goes to, or will come from, the member `peer` of a group."""
-        names, own, other = self._collectives.names, dist.get_rank(), members.ranks[peer]
+        names, own, other = self._collectives.names, members.own, members.ranks[peer]
         is_sent = op == "isend"
         ends = (own, other) if is_sent else (other, own)
         given, received = ([tensor], []) if is_sent else ([], [tensor])

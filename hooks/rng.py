@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 import sys
 from array import array
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +30,20 @@ def generator_states() -> list[tuple[str, np.ndarray]]:
     if "numpy.random" in sys.modules:
         states.append(("numpy", np.frombuffer(numpy_state(), np.uint8)))
     return states
+
+
+class HostGenerator(NamedTuple):
+    """A global generator that is not torch's, with the methods of `torch.Generator` that give and take its state."""
+
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], None]
+
+
+def host_generators() -> Iterator[HostGenerator]:
+    """Yield Python's global generator, and numpy's where the program has imported it."""
+    yield HostGenerator(random.getstate, random.setstate)
+    if "numpy.random" in sys.modules:
+        yield HostGenerator(lambda: np.random.get_state(legacy=False), np.random.set_state)
 
 
 def numpy_state() -> bytes:

@@ -40,6 +40,7 @@ from bitcheck.hooks.op_schema import OpFacts, facts_of, named_arguments
 from bitcheck.hooks.ops import Location, OpHooks
 from bitcheck.hooks.placement import this_placement
 from bitcheck.hooks.recorder import Recorder
+from bitcheck.hooks.rng import HostGenerator, host_generators
 from bitcheck.hooks.steps import StepBuilder
 from bitcheck.settings import Settings
 
@@ -442,7 +443,7 @@ class _Filling(UnseenMode):
 
 
 @contextmanager
-def _put_back(generators: list[torch.Generator], states: list[torch.Tensor]) -> Iterator[None]:
+def _put_back(generators: list[torch.Generator | HostGenerator], states: list[Any]) -> Iterator[None]:
     """Give generators other states for as long as this lasts."""
     after = [generator.get_state() for generator in generators]
     try:
@@ -454,10 +455,13 @@ def _put_back(generators: list[torch.Generator], states: list[torch.Tensor]) -> 
             generator.set_state(state)
 
 
-def _generators(facts: OpFacts, args: Any, kwargs: Any) -> Iterator[torch.Generator]:
-    """The generators that an operation may draw from; any operator that is not PyTorch's may."""
-    if not facts.draws and facts.name.startswith(_OWN_NAMESPACES):
+def _generators(facts: OpFacts, args: Any, kwargs: Any) -> Iterator[torch.Generator | HostGenerator]:
+    """The generators that an operation may draw from; one that is not PyTorch's may from any, by Python code too."""
+    is_own = facts.name.startswith(_OWN_NAMESPACES)
+    if not facts.draws and is_own:
         return
+    if not is_own:
+        yield from host_generators()
     values = [value for _, value in named_arguments(facts, args, kwargs)]
     given = [value for value in values if isinstance(value, torch.Generator)]
     yield from given

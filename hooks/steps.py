@@ -527,10 +527,12 @@ class StepBuilder:
         return [self.record.add(site, ("uint8", (data.size,), data.size), digest, leaves, group)]
 
     def reserve(self, site: Site, tensor: torch.Tensor, group: int, inputs: Iterable[int]) -> list[int]:
-        """Give a strided tensor that is still being written its place; `settle` reads it. Of any other: counted, no place."""
+        """Give a strided tensor that is still being written its place; `settle` reads it. Any other is counted as missed."""
         if not self.is_kept:
             return []
-        if tensor.layout is not torch.strided or tensor.is_nested:  # its parts are known when it is there, its sites are not
+        if (
+            tensor.layout is not torch.strided or tensor.is_nested
+        ):  # its parts are known when it is there, its sites are not
             self.miss(f"{site.text(False)}: what a collective writes to a tensor that is not strided")
             return []
         index = self.record.add(site, kind_of(tensor), UNREAD, b"", group, self.same(tuple(inputs)))

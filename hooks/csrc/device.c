@@ -17,6 +17,36 @@ PyObject *plain_on_device(PyObject *module, PyObject *tensor)
     return kind;
 }
 
+/* Find the bytes from a tensor's first element to the end of its last: 1; 0 where those are more than `available`; -1 with an
+ * error set. */
+static int find_span(PyObject *tensor, long long available, long long *span)
+{
+    PyObject *shape = get(tensor, name_shape), *strides = shape != NULL ? PyObject_CallMethodNoArgs(tensor, name_stride) : NULL;
+    PyObject *itemsize = strides != NULL ? get(tensor, name_itemsize) : NULL;
+    long long bytes = itemsize != NULL ? PyLong_AsLongLong(itemsize) : -1;
+    int found = PyErr_Occurred() ? -1 : 1;
+    if (found == 1 && (!PyTuple_Check(shape) || !PyTuple_Check(strides) || PyTuple_GET_SIZE(shape) != PyTuple_GET_SIZE(strides))) {
+        PyErr_SetString(PyExc_ValueError, "a tensor has as many strides as dimensions");
+        found = -1;
+    }
+    *span = bytes;
+    for (Py_ssize_t dimension = 0; found == 1 && dimension < PyTuple_GET_SIZE(shape); dimension++) {
+        long long extent = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, dimension));
+        long long stride = PyErr_Occurred() ? -1 : PyLong_AsLongLong(PyTuple_GET_ITEM(strides, dimension));
+        if (PyErr_Occurred())
+            found = -1;
+        else if (bytes < 1 || extent < 1 || stride < 0 || *span > available ||
+                 (extent > 1 && stride > (available - *span) / bytes / (extent - 1)))
+            found = 0;
+        else
+            *span += (extent - 1) * stride * bytes;
+    }
+    Py_XDECREF(shape);
+    Py_XDECREF(strides);
+    Py_XDECREF(itemsize);
+    return found;
+}
+
 long long find_place(PyObject *tensor, long long num_bytes)
 {
     if (num_bytes == 0)
@@ -28,11 +58,11 @@ long long find_place(PyObject *tensor, long long num_bytes)
     Py_DECREF(storage);
     if (PyErr_Occurred())
         return PLACE_ERROR;
-    int is_contiguous = says(tensor, name_is_contiguous);
+    int is_contiguous = says(tensor, name_is_contiguous), is_measured = 1;
     if (is_contiguous < 0)
         return PLACE_ERROR;
-    if (!is_contiguous)
-        return available == 0 ? PLACE_MISSING : PLACE_STRIDED;
+    if (!is_contiguous && (is_measured = find_span(tensor, available, &num_bytes)) != 1)
+        return is_measured < 0 ? PLACE_ERROR : PLACE_MISSING;
     PyObject *itemsize = get(tensor, name_itemsize);
     if (itemsize == NULL)
         return PLACE_ERROR;
@@ -42,6 +72,8 @@ long long find_place(PyObject *tensor, long long num_bytes)
         return PLACE_ERROR;
     if (element_bytes < 1 || num_bytes < 0 || num_bytes > available || offset > (available - num_bytes) / element_bytes)
         return PLACE_MISSING;
+    if (!is_contiguous)
+        return PLACE_STRIDED;
     int is_otherwise = says(tensor, name_is_conj);
     if (is_otherwise == 0)
         is_otherwise = says(tensor, name_is_neg);

@@ -31,8 +31,11 @@ def address_of(tensor: torch.Tensor, num_bytes: int) -> int:
     """Return where a strided tensor's first element lies on its device; 0 for an empty tensor."""
     if num_bytes == 0:
         return 0
-    available = tensor.untyped_storage().nbytes()
-    if available == 0 or (tensor.storage_offset() * tensor.itemsize + num_bytes > available and tensor.is_contiguous()):
+    available, span = tensor.untyped_storage().nbytes(), num_bytes
+    if not tensor.is_contiguous():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        span = (1 + sum((extent - 1) * stride for extent, stride in steps)) * tensor.itemsize
+    if tensor.storage_offset() * tensor.itemsize + span > available:
         raise DigestError(
             f"the storage of a {dtype_name(tensor)} tensor of shape {list(tensor.shape)} is freed or too small; "
             f"expected {num_bytes} bytes: record it while it is gathered"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,16 +14,19 @@ from torch import nn
 from bitcheck.hooks import replay
 from bitcheck.hooks.scan import ScanHooks, ScanRecorder, _Fresh, _Nowhere
 
+_chance = random.SystemRandom()
 _library = torch.library.Library("bitcheck_tests_scan", "DEF")
 _library.define("noisy(Tensor x) -> Tensor")
-_library.impl("noisy", lambda x: x + random.random(), "CPU")
+_library.define("seeded(Tensor x) -> Tensor")
+_library.impl("noisy", lambda x: x + _chance.random(), "CPU")
+_library.impl("seeded", lambda x: x + random.random() + np.random.random() + np.random.normal(), "CPU")
 _library.define("noisy_(Tensor(a!) x) -> ()")
 _library.define("holes(Tensor x) -> Tensor")
 ops = torch.ops.bitcheck_tests_scan
 
 
 def _add_noise(x: torch.Tensor) -> None:
-    x.add_(random.random())
+    x.add_(_chance.random())
 
 
 def _holes(x: torch.Tensor) -> torch.Tensor:
@@ -114,18 +118,36 @@ def test_an_operation_that_disagrees_with_itself_is_named_with_module_count_and_
     assert "test_scan.py" in finding["line"]
 
 
-def test_an_operation_that_writes_in_place_keeps_its_first_result() -> None:
-    random.seed(1)
+@pytest.mark.parametrize("poison", [False, True])
+def test_an_operator_whose_python_draws_draws_what_it_would_in_a_bare_run(poison: bool) -> None:
+    def run(is_scanned: bool) -> tuple[dict[str, torch.Tensor], object, str, dict[str, Any]]:
+        random.seed(1)
+        np.random.seed(1)
+        recorder = ScanRecorder(_Nowhere, poison=poison)
+        if is_scanned:
+            recorder.start()
+        try:
+            state = train(lambda x: ops.seeded(x.detach()) + x)
+        finally:
+            recorder.stop()
+        return state, random.getstate(), repr(np.random.get_state()), recorder.scanner.report(0)
+
+    (bare, *bare_states, _), (scanned, *scanned_states, report) = run(False), run(True)
+    assert [name for name in bare if not torch.equal(bare[name], scanned[name])] == []
+    assert bare_states == scanned_states
+    assert report["findings"] == [] and report["skipped"] == {}
+
+
+def test_an_operation_that_writes_in_place_keeps_its_first_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_chance, "random", iter([0.25, 0.5]).__next__)
     x = torch.ones(3)
-    expected = 1 + random.random()
-    random.seed(1)
     recorder = ScanRecorder(_Nowhere, poison=False)
     recorder.start()
     try:
         ops.noisy_(x)
     finally:
         recorder.stop()
-    assert x.tolist() == pytest.approx([expected] * 3)
+    assert x.tolist() == [1.25] * 3
     assert [each["outputs"] for each in recorder.scanner.report(0)["findings"]] == [["x.written"]]
 
 
