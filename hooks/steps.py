@@ -527,7 +527,7 @@ class StepBuilder:
         return [self.record.add(site, ("uint8", (data.size,), data.size), digest, leaves, group)]
 
     def reserve(self, site: Site, tensor: torch.Tensor, group: int, inputs: Iterable[int]) -> list[int]:
-        """Give a strided tensor that is still being written its place; `settle` reads it. Any other is counted as missed."""
+        """Give a strided tensor that is still being written its place; `settle` reads it. Any other is missed."""
         if not self.is_kept:
             return []
         if (
