@@ -39,6 +39,9 @@ def choose(limit: str) -> str:
 def xxh3_128(data: bytes | bytearray | memoryview) -> bytes:
     """Return XXH3-128, seed 0, as 16 canonical bytes. Raises ValueError for less than 17 bytes."""
 
+def is_paused() -> bool:
+    """Say whether one of these functions is at work in this thread."""
+
 def digest_plain(tensor: torch.Tensor) -> tuple[Kind, bytes, bytes] | None:
     """As `tensors.digest_plain_portably`."""
 

@@ -111,7 +111,7 @@ def quiet(function: F) -> F:
 
 def is_quiet() -> bool:
     """Say whether a function of the recorder's own is running in this thread."""
-    return _local.depth > 0
+    return _local.depth > 0 or (native is not None and native.is_paused())
 
 
 class UnseenMode(TorchDispatchMode):

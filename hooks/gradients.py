@@ -168,6 +168,8 @@ from the loss, by number, and the names of the nodes passed since."""
 class GradientHooks:
     """Records gradients and losses for one recorder."""
 
+    __slots__ = ("__dict__", "_recorder", "_trace", "owners")
+
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._is_deep = recorder.level is not Level.STATE

@@ -55,6 +55,8 @@ Launch = Callable[[Kernel, tuple[Any, ...], dict[str, Any], Callable[..., Any]],
 class LaunchHooks:
     """Hands every launch to `launch`."""
 
+    __slots__ = ("_launch", "_num_modules", "_wrapped")
+
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._wrapped: dict[tuple[str, str, str], tuple[Any, Any, Any]] = {}

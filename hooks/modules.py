@@ -98,6 +98,8 @@ class _Local(threading.local):
 class ModuleHooks:
     """Records the calls of modules for one recorder."""
 
+    __slots__ = ("__dict__", "_local", "_recorder", "called")
+
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._is_deep = recorder.level is not Level.STATE

@@ -118,6 +118,9 @@ result that lies there is no new tensor; what is seldom known of it."""
 class OpHooks(UnseenMode):
     """Records the operations of one recorder's process."""
 
+    __slots__ = ("_capture", "_facts", "_last", "_launches", "_lines", "_memory", "_recorder", "in_part")
+    """Those that are asked for with every operation; `UnseenMode` has a dictionary for the others."""
+
     def __init__(self, recorder: Recorder, capture: Mapping[str, Any] | None = None, with_lines: bool = False) -> None:
         super().__init__()
         self._recorder = recorder

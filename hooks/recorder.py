@@ -61,6 +61,9 @@ class Recorder:
     after the program's own settings. `on_trouble` gets what stopped the recording.
     """
 
+    __slots__ = ("__dict__", "__weakref__", "current", "gradients", "is_active", "modules", "registry")
+    """Those that are asked for with every tensor have slots: the compiled half finds these at once (`csrc/slots.c`)."""
+
     def __init__(
         self,
         open_store: Callable[[], Store],

@@ -88,6 +88,7 @@ static PyMethodDef methods[] = {
     {"choose", choose, METH_O,
      "Hash by the quickest form up to \"portable\", \"avx2\" or \"avx512\"; return the name of the one taken."},
     {"xxh3_128", hash_bytes, METH_O, "Return XXH3-128, seed 0, of 17 bytes or more, as 16 canonical bytes."},
+    {"is_paused", is_paused, METH_NOARGS, "Say whether one of these functions is at work in this thread."},
     {"digest_plain", digest_plain, METH_O, "As `tensors.digest_plain_portably`."},
     {"add_plain", FAST(add_plain), "As `steps.add_plain_portably`."},
     {"add_tensor", FAST(add_tensor),

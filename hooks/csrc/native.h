@@ -381,6 +381,9 @@ int begin_pause(Pause *pause);
  * or None where an error ended here. */
 PyObject *end_pause(Pause *pause, PyObject *result);
 
+/* Whether what runs in this thread is the recorder's own, as `dynamo.is_quiet`: 1, 0, or -1 with an error set. */
+int is_quiet(void);
+
 /* Return a new type, `Memory`. */
 PyObject *make_memory_type(void);
 
@@ -390,6 +393,7 @@ PyObject *add_plain(PyObject *module, PyObject *const *args, Py_ssize_t num_args
 PyObject *run_operation(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 PyObject *begin_operation(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 PyObject *end_operation(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
+PyObject *is_paused(PyObject *module, PyObject *unused);
 PyObject *plain_on_device(PyObject *module, PyObject *tensor);
 PyObject *places_of(PyObject *module, PyObject *const *args, Py_ssize_t num_args);
 PyObject *receive_leaves(PyObject *module, PyObject *args);

@@ -927,10 +927,9 @@ static PyObject *facts_at_hand(PyObject *hooks, PyObject *func, PyObject *types)
     for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(types); index++) /* a subclass may go first */
         if (PyTuple_GET_ITEM(types, index) != tensor_type && PyTuple_GET_ITEM(types, index) != parameter_type)
             return NULL;
-    PyObject *depth = NULL, *known = NULL, *number = NULL, *launches = NULL, *seen = NULL, *facts = NULL;
+    PyObject *known = NULL, *number = NULL, *launches = NULL, *seen = NULL, *facts = NULL;
     PyObject *recorder = get(hooks, name__recorder);
-    if (recorder == NULL || has(recorder, name_is_active) != 1 ||
-        (depth = get(local_depth, name_depth)) == NULL || PyLong_AsLong(depth) != 0 ||
+    if (recorder == NULL || has(recorder, name_is_active) != 1 || is_quiet() != 0 ||
         (known = get(hooks, name__facts)) == NULL || (number = PyLong_FromVoidPtr(func)) == NULL)
         goto end;
     facts = Py_XNewRef(PyDict_GetItemWithError(known, number));
@@ -943,7 +942,6 @@ static PyObject *facts_at_hand(PyObject *hooks, PyObject *func, PyObject *types)
         Py_CLEAR(facts);
 end:
     Py_XDECREF(recorder);
-    Py_XDECREF(depth);
     Py_XDECREF(known);
     Py_XDECREF(number);
     Py_XDECREF(launches);

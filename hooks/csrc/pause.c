@@ -1,16 +1,22 @@
 /* Keeping out of the program's way, as `dynamo.paused`. */
 #include "native.h"
 
-static int change_depth(long by)
+/* How many of the compiled half's functions keep out of the way in this thread; the Python's are counted by `dynamo`. */
+static _Thread_local long depth;
+
+PyObject *is_paused(PyObject *module, PyObject *unused)
 {
-    PyObject *depth = get(local_depth, name_depth), *now = NULL;
-    long before = depth != NULL ? PyLong_AsLong(depth) : -1;
-    int failed = -1;
-    if (!PyErr_Occurred() && (now = PyLong_FromLong(before + by)) != NULL)
-        failed = set(local_depth, name_depth, now);
-    Py_XDECREF(depth);
-    Py_XDECREF(now);
-    return failed;
+    return PyBool_FromLong(depth > 0);
+}
+
+int is_quiet(void)
+{
+    if (depth > 0)
+        return 1;
+    PyObject *other = get(local_depth, name_depth);
+    long count = other != NULL ? PyLong_AsLong(other) : -1;
+    Py_XDECREF(other);
+    return PyErr_Occurred() ? -1 : count > 0;
 }
 
 int begin_pause(Pause *pause)
@@ -20,15 +26,13 @@ int begin_pause(Pause *pause)
     PyObject *entered = NULL;
     if ((pause->function = PyObject_CallNoArgs(no_function)) != NULL)
         entered = PyObject_CallMethodNoArgs(pause->function, name___enter__);
-    if (entered != NULL && change_depth(1) == 0) {
+    if (entered != NULL) {
         Py_DECREF(entered);
+        depth++;
         return 0;
     }
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    if (entered != NULL)
-        Py_XDECREF(PyObject_CallMethodObjArgs(pause->function, name___exit__, Py_None, Py_None, Py_None, NULL));
-    Py_XDECREF(entered);
     Py_XDECREF(pause->function);
     Py_XDECREF(PyObject_CallOneArg(set_eval_frame, pause->dynamo));
     Py_DECREF(pause->dynamo);
@@ -65,14 +69,11 @@ PyObject *end_pause(Pause *pause, PyObject *result)
     } else if (left == NULL)
         Py_CLEAR(result);
     PyErr_Fetch(&type, &value, &traceback);
-    int failed = change_depth(-1);
-    if (failed && type == NULL)
-        PyErr_Fetch(&type, &value, &traceback);
-    PyErr_Clear();
+    depth--;
     PyObject *back = PyObject_CallOneArg(set_eval_frame, pause->dynamo);
     if (type != NULL)
         PyErr_Restore(type, value, traceback);
-    if (failed || back == NULL)
+    if (back == NULL)
         Py_CLEAR(result);
     Py_DECREF(pause->function);
     Py_DECREF(pause->dynamo);
