@@ -314,21 +314,21 @@ class DeviceDigester:
             few = self._submit_few(kinds, places)
             if few is not None:
                 return few
-        tickets = []
+        tickets = list(range(self._num_tickets + 1, self._num_tickets + 1 + len(kinds)))
+        self._num_tickets += len(kinds)
+        self._kinds.update(zip(tickets, kinds, strict=True))
         pieces = _Pieces()
-        owners, addresses, sizes = pieces.tickets, pieces.addresses, pieces.sizes
         strided: list[tuple[int, torch.Tensor]] = []
-        for tensor, kind, place in zip(tensors, kinds, places, strict=True):  # some microseconds each: hence so plain
-            ticket = self._add_ticket(kind)
-            tickets.append(ticket)
-            if place > 0:
-                owners.append(ticket)
-                addresses.append(place)
-                sizes.append(kind[2])
-            elif place == STRIDED:
-                strided.append((ticket, tensor))
-            else:
-                self._receive_part(ticket, memoryview(b""), 0)
+        if places and min(places) > 0:  # as mostly: hundreds at a time
+            pieces.tickets, pieces.addresses, pieces.sizes = tickets, places, [kind[2] for kind in kinds]
+        else:
+            for ticket, tensor, kind, place in zip(tickets, tensors, kinds, places, strict=True):
+                if place > 0:
+                    pieces.add(ticket, place, kind[2])
+                elif place == STRIDED:
+                    strided.append((ticket, tensor))
+                else:
+                    self._receive_part(ticket, memoryview(b""), 0)
         if not (pieces.tickets or strided):
             return tickets
         stream = self._queue.stream()
@@ -460,8 +460,7 @@ class DeviceDigester:
         out_address = self._ring.address(slot) + table_slots * DIGEST_BYTES
         self._kernels.hash_table(self._ring.address(slot), num_tensors, leaves, out_address, stream)
         firsts += slot - flight.start + table_slots
-        for ticket, first, count in zip(pieces.tickets, firsts.tolist(), counts.tolist(), strict=True):
-            flight.add(ticket, first, count)
+        flight.add_all(pieces.tickets, firsts.tolist(), counts.tolist())
 
     # --- tensors that are not contiguous
 

@@ -417,7 +417,10 @@ class StepBuilder:
         record = self.record
         added: list[int] = []
         given = self.same(tuple(inputs))
-        computed_from = [self._with_writers(given, tensor) if add_writers else given for _, tensor in tensors]
+        if add_writers and self.writers is not None:
+            computed_from = [self._with_writers(given, tensor) for _, tensor in tensors]
+        else:
+            computed_from = [given] * len(tensors)
         stored = [tensor if (local := local_part(tensor)) is None else local for _, tensor in tensors]
         if stored[0].is_cuda:
             together = self._add_on_device([site for site, _ in tensors], stored, group, computed_from)

@@ -65,6 +65,12 @@ class Flight:
         self.firsts.append(first)
         self.counts.append(count)
 
+    def add_all(self, tickets: list[int], firsts: list[int], counts: list[int]) -> None:
+        """Note for whom many slots are."""
+        self.tickets += tickets
+        self.firsts += firsts
+        self.counts += counts
+
 
 class Ring:
     """Slots of 16 bytes on a device, and the same number in pinned memory, allocated here and now.
