@@ -7,6 +7,8 @@ Forms that are compared are captured as CUDA graphs and replayed in turn, a roun
 the card's clocks meets both. A number is the median over rounds; a ratio is the median of the rounds'
 ratios, with the middle 90 % of them. Inputs are random, of the shapes of the config `lite` where nothing
 else is said, and larger than the L2 cache.
+
+Long because each kernel has inputs and peers of its own.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ invocation are compared: a --folder that holds one of their names is refused.
 Then, for each piece of state that a checkpoint holds, the run is resumed without it, and `bitcheck diff`
 has to say so and name it; and with one kernel switched to its atomic form, and `diff` has to blame it.
 Every command is one that a user could type; the result lists them.
+
+Long because the whole proof stands here in its order.
 """
 
 from __future__ import annotations

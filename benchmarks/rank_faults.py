@@ -8,6 +8,8 @@ gives, of a gradient inside backward, of what a collective gave or is given, of 
 after the optimizer's step. The answer is right where its origins are on that rank, in that phase and at
 that site, and nothing else is called one. A twin is the same program with the same code counting and
 changing nothing: it has to be identical.
+
+Long because the faults, what plants them and what judges them belong together.
 """
 
 from __future__ import annotations

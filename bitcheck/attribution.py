@@ -7,6 +7,8 @@ within a step stands in for them, on the careful side: an event without edges de
 came before it. Ranks depend on each other through collectives and through the reduced gradients.
 
 Place in the flow: pairing -> *attribution* -> causes.
+
+Long because the graph of one step is one object, whose parts make no sense alone.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ files, working directory, process group, signals that were ignored, exit status.
 Signals. What a terminal sends (Ctrl-C, Ctrl-backslash) goes to the whole foreground group, so the
 child has it already and the launcher only waits. What is sent to one process (SIGTERM, SIGHUP,
 SIGUSR1, SIGUSR2: schedulers, `kill`) is passed on.
+
+Long because what passes between a shell and the program is all here.
 """
 
 from __future__ import annotations

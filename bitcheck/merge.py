@@ -12,6 +12,8 @@ for words that say which host it is), the same launcher's job where it has a nam
 rank twice.
 
 Place in the flow: store -> run -> *merge*. The new run is made beside its place and renamed into it.
+
+Long because every way in which parts are no job is looked for before anything is written.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ all this: what it received and gave are `backward/...:grad` and `grad`.
 
 A result has its place where the collective was begun, and its digest from when the program waits for
 it: nothing is ever read while it is in flight, and nothing is waited for on the recorder's account.
+
+Long because all kinds of collectives go through one place.
 """
 
 from __future__ import annotations

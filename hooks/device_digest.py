@@ -15,6 +15,8 @@ takes them as they arrive: a step of a large model has hundreds of MiB of them, 
 
 A tensor that is not contiguous is brought to row-major order piece by piece in a scratch buffer. Place in
 the flow: tensor -> *digest* -> event; `bitcheck.digest` is the definition, `kernels/` the hash.
+
+Long because the order of launches, marks and slots has to be seen in one place.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ A gradient is caught by a hook on the node that made the tensor, which runs afte
 tensor itself, thus sees what goes on upstream. An in-place operation on a view (ReLU after a Linear
 over three dimensions) takes the view's node out of the graph; the gradient is then caught at the
 node of the view's base. Neither kind of hook changes a bit or keeps a tensor.
+
+Long because following gradients, planning a backward and recording it share their numbers.
 """
 
 from __future__ import annotations

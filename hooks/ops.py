@@ -14,6 +14,8 @@ parameter, buffer, gradient or optimizer state, is data from outside: phase `bat
 Views move nothing and are not recorded; what `empty` and its kin return is no value. Operations on
 fake or meta tensors, under tracing, and of TorchDynamo's own are not the program's. The mode below sits
 under autograd, so it sees backward and the optimizer as well; it changes no operation.
+
+Long because an operation's beginning and end are each other's mirror.
 """
 
 from __future__ import annotations

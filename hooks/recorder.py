@@ -9,6 +9,8 @@ The first forward of any kind after an optimizer stepped opens the next step. Th
 of step N (parameters, buffers, optimizer, extra) is taken at the next *training* forward, so that a
 clamp or an average after `optimizer.step()` is in it and weights swapped in for an evaluation are
 not; or at `step()`; or at the end of the program, or just before the model is gone.
+
+Long because when a step ends hangs on all that may happen around it.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ their own fresh memory filled with the two patterns. Only floating point is pois
 Left in the folder of the settings, a file a rank: what `bitcheck.scan` reads.
 
     {"executed": 1284, "steps": 3, "skipped": {"...": 2}, "findings": [{"op": "aten.index_put.default", ...}]}
+
+Long because both kinds of trial, races and memory that nobody wrote, execute alike.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 On the CPU a digest is taken at once. On another device it is a ticket, taken in stream order and
 resolved by the writer's thread (`finish`), so that the training thread never waits.
+
+Long because every way in which a tensor becomes an event is here.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ bytes are read at their address through numpy's array interface, so no operator 
 mode is entered, no graph node is made, no version is bumped. Where an operator cannot be avoided
 (sparse, nested, quantized, other devices), dispatch modes, function modes and autograd are off for
 its duration. Hosts are little endian.
+
+Long because every kind of tensor and value is taken apart here.
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ outside the aligned 16 bytes that hold a byte of the tensor.
 Shapes: L leaves, T tensors; within a leaf B blocks, S = 16 stripes, H = 4 pairs of lanes.
 
 Importing this module needs triton. TRITON_INTERPRET=1 runs the kernels on a CPU.
+
+Long because the leaf kernels share one arithmetic.
 """
 
 # Triton's decorator is untyped, and what it takes are no Python types.
