@@ -19,68 +19,77 @@ PyObject *plain_on_device(PyObject *module, PyObject *tensor)
 
 /* Find the bytes from a tensor's first element to the end of its last: 1; 0 where those are more than `available`; -1 with an
  * error set. */
-static int find_span(PyObject *tensor, long long available, long long *span)
+static int find_span(PyObject *tensor, long long element_bytes, long long available, long long *span)
 {
     PyObject *shape = get(tensor, name_shape), *strides = shape != NULL ? PyObject_CallMethodNoArgs(tensor, name_stride) : NULL;
-    PyObject *itemsize = strides != NULL ? get(tensor, name_itemsize) : NULL;
-    long long bytes = itemsize != NULL ? PyLong_AsLongLong(itemsize) : -1;
-    int found = PyErr_Occurred() ? -1 : 1;
+    int found = strides != NULL ? 1 : -1;
     if (found == 1 && (!PyTuple_Check(shape) || !PyTuple_Check(strides) || PyTuple_GET_SIZE(shape) != PyTuple_GET_SIZE(strides))) {
         PyErr_SetString(PyExc_ValueError, "a tensor has as many strides as dimensions");
         found = -1;
     }
-    *span = bytes;
+    *span = element_bytes;
     for (Py_ssize_t dimension = 0; found == 1 && dimension < PyTuple_GET_SIZE(shape); dimension++) {
         long long extent = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, dimension));
         long long stride = PyErr_Occurred() ? -1 : PyLong_AsLongLong(PyTuple_GET_ITEM(strides, dimension));
         if (PyErr_Occurred())
             found = -1;
-        else if (bytes < 1 || extent < 1 || stride < 0 || *span > available ||
-                 (extent > 1 && stride > (available - *span) / bytes / (extent - 1)))
+        else if (extent < 1 || stride < 0 || *span > available ||
+                 (extent > 1 && stride > (available - *span) / element_bytes / (extent - 1)))
             found = 0;
         else
-            *span += (extent - 1) * stride * bytes;
+            *span += (extent - 1) * stride * element_bytes;
     }
     Py_XDECREF(shape);
     Py_XDECREF(strides);
-    Py_XDECREF(itemsize);
     return found;
 }
 
-long long find_place(PyObject *tensor, long long num_bytes)
+/* As `find_place`; `may_be_conj`: only what is complex is. */
+static long long place_of(PyObject *tensor, long long num_bytes, long long element_bytes, int may_be_conj)
 {
     if (num_bytes == 0)
         return 0;
     PyObject *storage = PyObject_CallMethodNoArgs(tensor, name_untyped_storage);
-    if (storage == NULL)
-        return PLACE_ERROR;
-    long long available = number_of(storage, name_nbytes);
-    Py_DECREF(storage);
-    if (PyErr_Occurred())
-        return PLACE_ERROR;
-    int is_contiguous = says(tensor, name_is_contiguous), is_measured = 1;
+    long long available = storage != NULL ? number_of(storage, name_nbytes) : -1;
+    Py_XDECREF(storage);
+    int is_contiguous = PyErr_Occurred() ? -1 : says(tensor, name_is_contiguous);
     if (is_contiguous < 0)
         return PLACE_ERROR;
-    if (!is_contiguous && (is_measured = find_span(tensor, available, &num_bytes)) != 1)
+    if (element_bytes < 1 || num_bytes < 0)
+        return PLACE_MISSING;
+    int is_measured = is_contiguous ? 1 : find_span(tensor, element_bytes, available, &num_bytes);
+    if (is_measured != 1)
         return is_measured < 0 ? PLACE_ERROR : PLACE_MISSING;
-    PyObject *itemsize = get(tensor, name_itemsize);
-    if (itemsize == NULL)
-        return PLACE_ERROR;
-    long long element_bytes = PyLong_AsLongLong(itemsize), offset = number_of(tensor, name_storage_offset);
-    Py_DECREF(itemsize);
+    long long offset = number_of(tensor, name_storage_offset);
     if (PyErr_Occurred())
         return PLACE_ERROR;
-    if (element_bytes < 1 || num_bytes < 0 || num_bytes > available || offset > (available - num_bytes) / element_bytes)
+    if (num_bytes > available || offset > (available - num_bytes) / element_bytes)
         return PLACE_MISSING;
-    if (!is_contiguous)
-        return PLACE_STRIDED;
-    int is_otherwise = says(tensor, name_is_conj);
+    int is_otherwise = !is_contiguous;
+    if (is_otherwise == 0 && may_be_conj)
+        is_otherwise = says(tensor, name_is_conj);
     if (is_otherwise == 0)
         is_otherwise = says(tensor, name_is_neg);
     if (is_otherwise != 0)
         return is_otherwise < 0 ? PLACE_ERROR : PLACE_STRIDED;
     long long address = number_of(tensor, name_data_ptr);
     return PyErr_Occurred() ? PLACE_ERROR : address;
+}
+
+long long find_place(PyObject *tensor, long long num_bytes)
+{
+    PyObject *itemsize = num_bytes != 0 ? get(tensor, name_itemsize) : PyLong_FromLong(1);
+    long long element_bytes = itemsize != NULL ? PyLong_AsLongLong(itemsize) : -1;
+    Py_XDECREF(itemsize);
+    return PyErr_Occurred() ? PLACE_ERROR : place_of(tensor, num_bytes, element_bytes, 1);
+}
+
+long long find_place_of(PyObject *tensor, PyObject *known)
+{
+    long long num_bytes = PyLong_AsLongLong(PyTuple_GET_ITEM(PyTuple_GET_ITEM(known, KNOWN_KIND), KIND_BYTES));
+    long long element_bytes = PyErr_Occurred() ? -1 : PyLong_AsLongLong(PyTuple_GET_ITEM(known, KNOWN_ITEMSIZE));
+    return PyErr_Occurred() ? PLACE_ERROR
+                            : place_of(tensor, num_bytes, element_bytes, PyTuple_GET_ITEM(known, KNOWN_IS_COMPLEX) == Py_True);
 }
 
 PyObject *places_of(PyObject *module, PyObject *const *args, Py_ssize_t num_args)

@@ -319,8 +319,12 @@ Py_ssize_t add_event(PyObject *record, PyObject *site, PyObject *kind, PyObject 
 #define DIGEST_BYTES 16
 #define FEW_TENSORS 4 /* as `layout.FEW_TENSORS` */
 
+/* Places of the fields of a `Kind` and of `_PlainKind`. */
+enum { KIND_SHAPE = 1, KIND_BYTES };
+enum { KNOWN_KIND, KNOWN_ITEMSIZE, KNOWN_IS_COMPLEX, KNOWN_HEADER };
+
 /* Return what is known of a tensor that is no more than its elements, `is_there` its property of the device where it
- * should lie: an entry of `plain_kinds`; NULL for any other tensor, or with an error set. */
+ * should lie, or NULL where it does: an entry of `plain_kinds`; NULL for any other tensor, or with an error set. */
 PyObject *plain_kind(PyObject *tensor, PyObject *is_there);
 
 /* Return what identifies a tensor's storage, as `tensors.storage_id`: a new reference, None for a tensor without one. */
@@ -335,6 +339,9 @@ int hash_joined(const uint8_t *header, size_t header_bytes, const uint8_t *leave
 enum { PLACE_STRIDED = -1, PLACE_MISSING = -2, PLACE_ERROR = -3 };
 long long find_place(PyObject *tensor, long long num_bytes);
 
+/* Do the same where it is known what `plain_kind` gives. */
+long long find_place_of(PyObject *tensor, PyObject *known);
+
 /* Capture a few plain tensors of a device of which the elements lie at `places`, in one launch, as
  * `DeviceDigester._submit_few`, those that are PLACE_STRIDED copied to row-major order before, as `_gather`: 1, with a
  * ticket for each, a new reference; 0 where the Python has to; -1 with an error. */
@@ -344,7 +351,7 @@ int submit_few(PyObject *digester, Py_ssize_t count, PyObject *const *tensors, P
 /* Return the sites of what is recorded next at a place of the program, as `StepBuilder.next_sites`. */
 PyObject *next_sites(PyObject *builder, PyObject *phase, PyObject *root, PyObject *path, PyObject *slot, PyObject *is_eval);
 
-/* Add an event for each of up to FEW_TENSORS tensors of one device, as `StepBuilder._add_on_device`: 1, with the events of
+/* Add an event for each of up to FEW_TENSORS tensors, the first of which lies on a device, as `StepBuilder._add_on_device`: 1, with the events of
  * each, new references; 0 where the Python has to, since they are many, not plain, of several devices, or `submit_few` leaves
  * them to it; -1 with an error set. */
 int add_on_device(PyObject *builder, Py_ssize_t count, PyObject *const *sites, PyObject *const *tensors, PyObject *group,

@@ -97,13 +97,13 @@ int add_on_device(PyObject *builder, Py_ssize_t count, PyObject *const *sites, P
     Py_ssize_t num_added = 0;
     int found = 1;
     for (Py_ssize_t index = 0; found == 1 && index < count; index++) {
-        if ((known[index] = plain_kind(tensors[index], name_is_cuda)) == NULL) {
+        if ((known[index] = plain_kind(tensors[index], index > 0 ? name_is_cuda : NULL)) == NULL) {
             found = PyErr_Occurred() ? -1 : 0;
             break;
         }
         kinds[index] = PyTuple_GET_ITEM(known[index], 0);
-        places[index] = find_place(tensors[index], PyLong_AsLongLong(PyTuple_GET_ITEM(kinds[index], 2)));
-        long long device_index = PyErr_Occurred() ? -1 : number_of(tensors[index], name_get_device);
+        places[index] = find_place_of(tensors[index], known[index]);
+        long long device_index = PyErr_Occurred() || count == 1 ? 0 : number_of(tensors[index], name_get_device);
         if (index == 0)
             first_device = device_index;
         if (PyErr_Occurred())

@@ -82,10 +82,6 @@ static PyObject *digest_memory(PyObject *header, const uint8_t *data, Py_ssize_t
     return digest;
 }
 
-/* Places of the fields of a `Kind` and of `_PlainKind`. */
-enum { KIND_SHAPE = 1, KIND_BYTES };
-enum { KNOWN_KIND, KNOWN_ITEMSIZE, KNOWN_IS_COMPLEX, KNOWN_HEADER };
-
 /* A plain CPU tensor, as `tensors.digest_plain` has it. */
 typedef struct {
     PyObject *known;         /* its entry in the table of kinds, which is held until `release` */
@@ -151,11 +147,9 @@ PyObject *storage_of(PyObject *tensor)
     return number;
 }
 
-/* Return what is known of a tensor that is no more than its elements, `is_there` its property of the device where it
- * should lie: an entry of the table of kinds; NULL for any other tensor, or with an error set. */
 PyObject *plain_kind(PyObject *tensor, PyObject *is_there)
 {
-    if (!is_tensor(tensor) || has(tensor, is_there) != 1)
+    if (!is_tensor(tensor) || (is_there != NULL && has(tensor, is_there) != 1))
         return NULL;
     PyObject *layout = get(tensor, name_layout);
     Py_XDECREF(layout);
