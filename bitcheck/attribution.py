@@ -384,7 +384,7 @@ class _StepGraph:
             blame.shown = self._output_of_call(first, site) or first
             return blame
         blame.enclosing = pair.group_key(first.position) is not None
-        for position in self.parted[first.rank]:
+        for position in self.parted[first.rank] if blame.enclosing else ():  # the program itself gives nothing
             other = pair.site(position)
             if pair.group_key(position) == pair.group_key(first.position) and not is_argument(other):
                 blame.shown = Place(first.rank, position)

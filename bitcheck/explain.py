@@ -16,7 +16,7 @@ from bitcheck.answer import STARTS, Cause, EnvironmentDifference, Origin
 from bitcheck.events import Phase
 from bitcheck.findings import Findings
 from bitcheck.remedies import find_remedy
-from bitcheck.roles import AFTER, are_numbers
+from bitcheck.roles import AFTER, are_numbers, is_given_by_program
 from bitcheck.wording import counted
 
 MAX_NAMED = 6
@@ -300,6 +300,12 @@ def _computation(first: Origin, where: str, findings: Findings) -> list[str]:
     if first.remarks:
         more = [f"The same goes for {_listed(list(first.also))}."] if first.also else []
         return [f"{who}{op} read other bits in the {pass_name} of {where}: {_tensor(first)}.", *more]
+    if is_given_by_program(first.phase, first.op):
+        return [
+            f"{who} is given other bits in the {pass_name} of {where}: {_tensor(first)}, while all that was recorded "
+            "before is equal. What differs lies in what the program computes outside its modules.",
+            *_also(first),
+        ]
     sentences = [f"{who}{op} gave other bits from equal {equal} in the {pass_name} of {where}: {_tensor(first)}."]
     if AFTER in (first.op or ""):
         sentences.append(f"Which of these autograd nodes did, level {findings.level} does not tell.")

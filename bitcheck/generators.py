@@ -1,8 +1,9 @@
 """Which random number generators a run draws from: a state that nobody uses says nothing.
 
 States are read at the first forward of each step, and once more at the end of the run, so a
-generator is in use where two readings in a row differ. Most programs seed PyTorch alone, and
-Python's and numpy's generators differ between any two runs of them.
+generator is in use where two readings in a row differ. What draws between the last step and the end may be
+what the program does after its training, so that says nothing of the steps before. Most programs seed
+PyTorch alone, and Python's and numpy's generators differ between any two runs of them.
 
 Place in the flow: views -> *generators* -> diff.
 """
@@ -31,12 +32,16 @@ class GeneratorReadings:
         if wanted and wanted[-1] + 1 < len(table):
             wanted.append(wanted[-1] + 1)
         self._rows = wanted
+        steps = np.flatnonzero(kinds == int(StepKind.STEP))
+        self._last_step = int(steps[-1]) if len(steps) else -1
         self._roots: npt.NDArray[Any] = table["phase_roots"][wanted, RNG_COLUMN]
         self._states: dict[int, dict[Site, bytes]] = {}
 
     def is_in_use(self, generator: Site, near: int) -> bool:
         """Whether the generator's state changes between two readings in a row; looks near row `near` first."""
         moved = np.flatnonzero((self._roots[1:] != self._roots[:-1]).any(axis=1)).tolist()
+        if near < self._last_step:
+            moved = [place for place in moved if self._rows[place] < self._last_step]
         moved.sort(key=lambda place: abs(self._rows[place] - near))
         for place in moved:
             earlier = self._state(self._rows[place]).get(generator)

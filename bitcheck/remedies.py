@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from bitcheck.answer import Cause, Origin
 from bitcheck.events import Level
-from bitcheck.roles import AFTER, LOCAL_GRADIENT_SLOTS, NUMBERS
+from bitcheck.roles import AFTER, LOCAL_GRADIENT_SLOTS, NUMBERS, is_given_by_program
 
 COMPUTED = frozenset({Cause.FORWARD, Cause.BACKWARD, Cause.COMPUTE, Cause.OPTIMIZER})
 
@@ -282,6 +282,12 @@ def find_remedy(
         )
     if cause is Cause.COMPUTE and not advice:
         advice = f"{DETERMINISTIC} and see whether it goes away."
+    if first is not None and not advice and is_given_by_program(first.phase, first.op):
+        advice = (
+            "Look at what the program computes from the modules before and hands to this one, and where it takes other "
+            "numbers from: unseeded draws, unordered reductions, memory that was never written (torch.empty; "
+            f"{POISON})."
+        )
     if cause in (Cause.FORWARD, Cause.BACKWARD) and not advice:
         hooks = ", hooks that change a gradient (register_hook)" if cause is Cause.BACKWARD else ""
         advice = (

@@ -89,8 +89,10 @@ def run_repro(script: Path, executions: int, given: Mapping[str, str | None] | N
     try:
         answer = json.loads(found.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        last = "\n".join(found.stderr.splitlines()[-5:])
-        raise ProgramFailed(f"{script} ended with exit status {found.returncode}; expected 0 or 1:\n{last}") from None
+        last = found.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        raise ProgramFailed(
+            f"{script} ended with exit status {found.returncode}; expected 0 or 1: {last[0]}."
+        ) from None
     low, high = answer["interval"]
     return Confirmation(
         answer["op"], answer["executions"], answer["differing"], answer["distinct"], (low, high), answer["explanation"]

@@ -52,6 +52,11 @@ def is_argument(site: Site) -> bool:
     return site.slot == "in" or site.slot.startswith("in.")
 
 
+def is_given_by_program(phase: str, op: str | None) -> bool:
+    """Whether an origin is what an outermost module was given: the code outside all modules computed it."""
+    return phase in (Phase.FORWARD, Phase.RECOMPUTE) and op is None
+
+
 def is_operation(group: Group | None) -> bool:
     """Whether a computation is one dispatched operation: all that it depends on is among its edges."""
     return group is not None and group.kind == "op"

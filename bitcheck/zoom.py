@@ -27,7 +27,7 @@ from bitcheck.align import align_runs
 from bitcheck.answer import Cause, Verdict
 from bitcheck.diff import diff_runs
 from bitcheck.environment import telling_variables
-from bitcheck.errors import RecordingError, UsageError
+from bitcheck.errors import ProgramFailed, RecordingError, UsageError
 from bitcheck.follow import Follower
 from bitcheck.repro import run_repro, write_repro
 from bitcheck.run import Run, open_run
@@ -44,6 +44,7 @@ from bitcheck.zoom_answer import (
     none_diverged,
     not_saved,
     nothing_to_record,
+    script_failed,
 )
 
 _VARIABLE = "env."
@@ -123,7 +124,7 @@ def zoom(plan: ZoomPlan, runner: Runner = run_trial) -> ZoomAnswer:
 def confirm(plan: ZoomPlan, answer: ZoomAnswer, executions: int, folder: Path, runner: Runner = run_trial) -> Confirmed:
     """Save the inputs of the first origin's operation in one more run of the baseline, and execute it again and again.
 
-    `folder` gets repro.py and repro.pt. Raises ProgramFailed where the run, or the script, ends badly.
+    `folder` gets repro.py and repro.pt. Raises ProgramFailed where the run ends badly.
     """
     origin = answer.diff.first
     if answer.sides is None or origin is None or not is_operation_result(origin):
@@ -138,7 +139,10 @@ def confirm(plan: ZoomPlan, answer: ZoomAnswer, executions: int, folder: Path, r
     script = write_repro(data, folder)
     if not executions:
         return Confirmed(script, None, "")
-    confirmation = run_repro(script, executions, side.variables)
+    try:
+        confirmation = run_repro(script, executions, side.variables)
+    except ProgramFailed as error:  # what was found stays found
+        return Confirmed(script, None, script_failed(origin, str(error)))
     return Confirmed(script, confirmation, "", "" if confirmation.differing else all_agreed(answer, confirmation))
 
 

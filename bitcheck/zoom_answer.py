@@ -74,7 +74,7 @@ class Confirmed:
     script: Path | None
     confirmation: Confirmation | None
     obstacle: str
-    """Why there is no script, and what to do instead; "" where there is one."""
+    """Why there is no script, or why it could not execute the operation, and what to do instead; "" where it did."""
     advice: str = ""
     """Where all executions agree: what they do not show, and what to try next."""
 
@@ -210,6 +210,15 @@ def not_saved(origin: Origin, log: Path) -> str:
         f"{origin.step} was tried: the operation did not come up at this site, or it takes what cannot be saved (an "
         f"object that is no tensor, number or text). Its output is in {log}. Next: `bitcheck scan -- CMD`, which "
         "executes every operation twice where it runs."
+    )
+
+
+def script_failed(origin: Origin, said: str) -> str:
+    """Say that the operation could not be executed outside its program, and what to do instead."""
+    return (
+        f"{origin.op} could not be executed by the script alone: {said} An operator of your own is found where its "
+        "library is imported at the top of the script. Next: that, or `bitcheck scan -- CMD`, which executes every "
+        "operation twice where it runs."
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -23,6 +23,15 @@ from bitcheck.hooks.steps import StepBuilder
 
 if TYPE_CHECKING:
     from bitcheck.hooks.recorder import Recorder
+
+
+class Holding(NamedTuple):
+    """What an optimizer keeps."""
+
+    label: str
+    state: Mapping[Any, Any]
+    stepped: frozenset[int]
+    """Identities of the parameters in its groups."""
 
 
 class OptimizerHooks:
@@ -213,24 +222,30 @@ class OptimizerHooks:
 
     # --- state
 
-    def holdings(self) -> list[tuple[str, Mapping[Any, Any]]]:
-        """Return (label, state) of every living optimizer, in a fixed order."""
+    def holdings(self) -> list[Holding]:
+        """Return what every living optimizer holds, in a fixed order."""
+        found = []
         for optimizer, label in self._labels.items():
             self.name_parameters(optimizer, label)
-        return sorted(
-            ((label, getattr(optimizer, "state", {})) for optimizer, label in self._labels.items()),
-            key=lambda held: held[0],
-        )
+            found.append(Holding(label, getattr(optimizer, "state", {}), frozenset(_parameter_ids(optimizer))))
+        return sorted(found, key=lambda holding: holding.label)
 
     def living(self) -> list[Optimizer]:
         """Return every optimizer that is in memory."""
         return [optimizer for optimizer, _ in self._labels.items()]
 
-    def states(self, holdings: list[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[PlaceKey, Any]]:
-        """Yield (place, value) of everything in optimizers' states."""
+    def states(self, holdings: list[Holding]) -> Iterator[tuple[PlaceKey, Any]]:
+        """Yield (place, value) of everything in optimizers' states.
+
+        A parameter that a program replaced stays a key of its optimizer's state, and the new one bears its name: those
+        that the optimizer steps come first.
+        """
         name_of = self._recorder.parameter_name
-        for label, holding in holdings:
-            for index, (parameter, state) in enumerate(holding.items()):
+        for label, held, stepped in holdings:
+            entries = list(enumerate(held.items()))
+            if stepped:
+                entries.sort(key=lambda entry: id(entry[1][0]) not in stepped)
+            for index, (parameter, state) in entries:
                 if not isinstance(parameter, torch.Tensor):  # state that belongs to no parameter
                     is_name = isinstance(parameter, (str, int))
                     slot = str(parameter) if is_name else f"{type(parameter).__name__}.{index}"

@@ -223,7 +223,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     data = torch.load(options.data, weights_only=True)
     num_busy = 0 if options.idle else max(1, (os.cpu_count() or 1) // 2)
-    answer = count_differences(data, options.executions, num_busy)
+    try:
+        answer = count_differences(data, options.executions, num_busy)
+    except LookupError as error:
+        print(error, file=sys.stderr)
+        return 2
     text = describe(answer)
     print(json.dumps(answer | {"explanation": text}) if options.json else text)
     return 1 if answer["differing"] else 0

@@ -141,7 +141,7 @@ def describe(answer: ZoomAnswer, confirmed: Confirmed | None, keeps_script: bool
     if confirmed.script is not None and keeps_script:
         yield f"script: {confirmed.script}"
     if confirmed.obstacle:
-        yield f"{missing}: {confirmed.obstacle}"
+        yield f"{missing if confirmed.script is None else 'not confirmed'}: {confirmed.obstacle}"
 
 
 def _variables(entries: Iterable[str]) -> dict[str, str]:

@@ -167,6 +167,24 @@ def test_a_generator_drawn_from_in_the_last_step_alone_is_in_use(until: int | No
     assert first_of(diff_runs(*runs, until=until)) == ("rng", 3, 0, "rng/numpy:state")
 
 
+@pytest.mark.parametrize(("fault_step", "cause"), [(1, "forward"), (3, "rng")])
+def test_a_generator_drawn_from_after_the_last_step_alone_says_nothing_of_the_steps_before(
+    fault_step: int, cause: str
+) -> None:
+    runs = [
+        make_run(),
+        make_run(faults=[(0, fault_step, "forward/blocks.1:out")]),
+    ]
+    for seed, run in enumerate(runs):
+        assert [record.kind for record in run.steps[0]][-2:] == [StepKind.STEP, StepKind.FRAGMENT]
+        assert run.steps[0][-2].step == 3
+        for record in run.steps[0][1:]:
+            state = digest_of("python", seed, record.kind is StepKind.FRAGMENT)
+            site = Site(Phase.RNG, "", "python", "state")
+            record.events.append(Event(site, "uint8", (8,), 8, state))
+    assert first_of(diff_runs(*runs))[:2] == (cause, fault_step)
+
+
 def test_equal_runs_are_told_by_their_roots_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [
         (make_run(num_ranks=3), make_run(num_ranks=3)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from bitcheck.answer import Cause, EnvironmentDifference, Origin
+from bitcheck.cli.zoom import describe
 from bitcheck.diff import diff_runs
 from bitcheck.errors import ProgramFailed, RecordingError, UsageError
 from bitcheck.events import Level
@@ -365,5 +367,11 @@ def test_inputs_of_the_operation_found_are_saved_for_a_script(plan: ZoomPlan, tm
     torch.manual_seed(0)
     (result,) = replay.execute(data)
     assert data["args"][1] == ("value", 2.0) and result.shape == (4,)
-    with pytest.raises(ProgramFailed, match="import the library"):
+    with pytest.raises(ProgramFailed, match=r"exit status 2.*import the library"):
         run_repro(confirmed.script, 3)
+    shutil.rmtree(plan.scratch / "capture")
+    unconfirmed = confirm(plan, answer, 3, tmp_path / "fault", programs)
+    assert unconfirmed.script == confirmed.script and unconfirmed.confirmation is None
+    assert "import the library" in unconfirmed.obstacle and "Traceback" not in unconfirmed.obstacle
+    (*_, said) = describe(answer, unconfirmed, keeps_script=True, missing="not confirmed and no script")
+    assert said.startswith("not confirmed: bitcheck_tests_zoom.scale.default could not be executed")

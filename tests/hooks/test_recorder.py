@@ -427,3 +427,76 @@ def test_a_closure_after_an_evaluation_opens_the_next_step(level: str) -> None:
     steps = [record for record in memory.records if record.kind is StepKind.STEP]
     rates = [[event.site.text(False) for event in step.events if event.site.slot == "lr"] for step in steps]
     assert rates == [["scalar/0:lr"]] * 3
+
+
+# --- programs that change while they train
+
+
+def replace_a_module(folder: Path, is_replaced: bool, fault_step: int | None, keeps_stale: bool = True) -> None:
+    """Train; a module, or a parameter alone, is replaced, and one number of the new one's moment changes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with bitcheck.record(folder, model, optimizer) as rec:
+        for step in range(6):
+            if step == 2:
+                old = list(model[1].parameters()) if is_replaced else [model[1].weight]
+                if is_replaced:
+                    model[1] = nn.Linear(4, 4)
+                else:
+                    model[1].weight = nn.Parameter(torch.ones(4, 4))
+                new = list(model[1].parameters()) if is_replaced else [model[1].weight]
+                group = optimizer.param_groups[0]
+                group["params"] = [each for each in group["params"] if all(each is not one for one in old)] + new
+                if not keeps_stale:
+                    for one in old:
+                        del optimizer.state[one]
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == fault_step:
+                optimizer.state[model[1].weight]["exp_avg"].mul_(1.5)
+            rec.step()
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+@pytest.mark.parametrize("keeps_stale", [True, False])
+def test_the_state_of_a_parameter_that_took_anothers_place_is_recorded(
+    is_replaced: bool, keeps_stale: bool, tmp_path: Path
+) -> None:
+    for name, fault_step in (("a", None), ("b", None), ("c", 4), ("d", 5)):
+        replace_a_module(tmp_path / name, is_replaced, fault_step, keeps_stale)
+    verdicts = []
+    for name in "bcd":
+        with open_run(tmp_path / "a") as baseline, open_run(tmp_path / name) as candidate:
+            answer = diff_runs(baseline, candidate)
+            verdicts.append((answer.first.step, answer.first.site) if answer.first is not None else None)
+    assert verdicts == [None, (4, "optim/1.weight:exp_avg"), (5, "optim/1.weight:exp_avg")]
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_what_the_program_computes_between_two_modules_is_no_modules_and_not_the_losss(
+    factor: float, tmp_path: Path
+) -> None:
+    def train(folder: Path, factor: float) -> None:
+        torch.manual_seed(0)
+        first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1e-3)
+        with bitcheck.record(folder, level="module") as rec:
+            for step in range(3):
+                between = first(torch.ones(4, 8)) * (factor if step == 1 else 1.0)
+                second(between).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                rec.step()
+
+    train(tmp_path / "a", 1.0)
+    train(tmp_path / "b", factor)
+    with open_run(tmp_path / "a") as baseline, open_run(tmp_path / "b") as candidate:
+        answer = diff_runs(baseline, candidate)
+    if factor == 1.0:
+        assert answer.verdict == "identical"
+        return
+    assert [(origin.step, origin.site) for origin in answer.origins] == [(1, "forward/Linear_2:in.0")]
+    assert "is given other bits" in answer.explanation and "outside its modules" in answer.explanation
+    assert "hands to this one" in answer.remedy and "in this module" not in answer.remedy
