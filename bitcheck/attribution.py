@@ -424,15 +424,25 @@ class _StepGraph:
         A call more or less changes what follows in ways that no edge shows (it may draw random
         numbers), and a value that differs may change which calls follow (a branch on it). An
         operation's edges show all that it reads: one that gives other bits after a change of
-        structure, from equal ones, is an origin of its own.
+        structure, from equal ones, is an origin of its own. So is a batch of the training where the change is
+        an evaluation's: the generators are read again after it.
         """
         if not blames:
             return blames
         if not blames[0].is_structural:
             return [blame for blame in blames if not blame.is_structural]
-        kept = [blames[0], *(blame for blame in blames[1:] if self._stands_alone(blame))]
+        is_eval = self._site(blames[0]).is_eval
+        kept = [blames[0]]
+        for blame in blames[1:]:
+            site = self._site(blame)
+            enters = is_eval and not site.is_eval and site.phase is Phase.BATCH and not blame.is_structural
+            if enters or self._stands_alone(blame):
+                kept.append(blame)
         blames[0].inherited_structure = len(blames) - len(kept)
         return kept
+
+    def _site(self, blame: Blame) -> Site:
+        return self.pairs[blame.shown.rank].site(blame.shown.position)
 
     def _stands_alone(self, blame: Blame) -> bool:
         """Whether edges show everything that the event depends on: an operation wrote it, and drew nothing unseen."""

@@ -270,7 +270,7 @@ class Recorder:
             if is_training:
                 self._begin_initial(builder)
                 builder.has_training_forward = True
-            self._record_generators(builder)
+            self._record_generators(builder, is_eval=not is_training)
 
     def note_backward(self) -> None:
         """A loss is about to go backward: the step trains, whatever mode its modules were in."""
@@ -440,12 +440,16 @@ class Recorder:
             rest.record.kind = StepKind.FRAGMENT
             self._submit(rest)
 
-    def _record_generators(self, builder: StepBuilder) -> None:
-        if builder.has_rng or not builder.is_kept:
+    def _record_generators(self, builder: StepBuilder, is_eval: bool = False) -> None:
+        """Read the generators before the step's first forward; apart before the first of an evaluation.
+
+        A checkpoint that is saved after an evaluation has what that left, so that is how a resumed run's step begins.
+        """
+        if is_eval in builder.read_generators or not builder.is_kept:
             return
-        builder.has_rng = True
+        builder.read_generators.add(is_eval)
         for name, state in generator_states():
-            builder.add_bytes(builder.next_sites(Phase.RNG, "", name, "state", False).first, state)
+            builder.add_bytes(builder.next_sites(Phase.RNG, "", name, "state", is_eval).first, state)
 
     @paused
     def _take_state(self, builder: StepBuilder, taken: set[PlaceKey]) -> None:

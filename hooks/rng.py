@@ -46,9 +46,19 @@ def host_generators() -> Iterator[HostGenerator]:
         yield HostGenerator(lambda: np.random.get_state(legacy=False), np.random.set_state)
 
 
+def same_state(one: Any, other: Any) -> bool:
+    """Whether two states that one generator gave are equal."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return _as_bytes(one) == _as_bytes(other)
+
+
 def numpy_state() -> bytes:
     """Return numpy's global generator as bytes, whatever bit generator it runs on."""
-    state = np.random.get_state(legacy=False)
+    return _as_bytes(np.random.get_state(legacy=False))
+
+
+def _as_bytes(state: Any) -> bytes:
     parts: list[bytes] = []
 
     def collect(value: object) -> None:

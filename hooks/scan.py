@@ -42,7 +42,7 @@ from bitcheck.hooks.op_schema import OpFacts, facts_of, named_arguments
 from bitcheck.hooks.ops import Location, OpHooks
 from bitcheck.hooks.placement import this_placement
 from bitcheck.hooks.recorder import Recorder
-from bitcheck.hooks.rng import HostGenerator, host_generators
+from bitcheck.hooks.rng import HostGenerator, host_generators, same_state
 from bitcheck.hooks.steps import StepBuilder
 from bitcheck.settings import Settings
 
@@ -50,6 +50,7 @@ PATTERNS = (0x11, 0x77)
 """Bytes that stand for memory that nobody wrote: finite numbers in every floating dtype, and far apart."""
 RACE, UNINITIALISED = "race", "uninitialised"
 _OWN_NAMESPACES = ("aten", "prims", "c10d")
+_KERNELS = "triton."
 
 Results = list[tuple[str, torch.Tensor]]
 
@@ -134,7 +135,7 @@ class ScanRecorder(Recorder):
 
     def _new_step(self, step: int) -> StepBuilder:
         blank = super()._new_step(step)
-        return _Blank(step, blank.record.kind, True, self._digesters)
+        return _Blank(step, blank.record.kind, True, self._digesters, self._known)
 
     def _begin_initial(self, builder: StepBuilder) -> None:
         pass
@@ -231,6 +232,7 @@ class ScanHooks(OpHooks):
 
     @paused
     def _try_again(self, trial: _Trial, result: Any) -> None:
+        trial.note_executed()
         where, facts = trial.where, trial.facts
         key = (where.phase, where.root, where.path, facts.name, where.node)
         self._executed[key] += 1
@@ -373,8 +375,14 @@ class _Trial:
         for value in (*args, *kwargs.values()):
             self.memory.measure(value)
         self.copies = self.memory.copies()
-        self._generators = list(_generators(facts, args, kwargs))
-        self._states = [generator.get_state() for generator in self._generators]
+        self._drawn = [(generator, generator.get_state()) for generator in _generators(facts, args, kwargs)]
+        """Generators that it may draw from, with their states before; after `note_executed` those that it drew from."""
+
+    def note_executed(self) -> None:
+        """It has run: a generator that did not move it does not draw from, and other threads may."""
+        self._drawn = [
+            (generator, state) for generator, state in self._drawn if not same_state(generator.get_state(), state)
+        ]
 
     @property
     def is_own(self) -> bool:
@@ -399,7 +407,7 @@ class _Trial:
         args = tuple(self.memory.rebuild(value, copies) for value in self.args)
         kwargs = {name: self.memory.rebuild(value, copies) for name, value in self.kwargs.items()}
         fills = nullcontext() if pattern is None or self.is_own else _Filling(self.func, self._backend_key(), pattern)
-        with _put_back(self._generators, self._states), fills:
+        with _put_back(self._drawn), fills:
             result = self.func(*args, **kwargs)
         return self.results(args, kwargs, result), result
 
@@ -445,15 +453,15 @@ class _Filling(UnseenMode):
 
 
 @contextmanager
-def _put_back(generators: list[torch.Generator | HostGenerator], states: list[Any]) -> Iterator[None]:
+def _put_back(states: list[tuple[torch.Generator | HostGenerator, Any]]) -> Iterator[None]:
     """Give generators other states for as long as this lasts."""
-    after = [generator.get_state() for generator in generators]
+    after = [(generator, generator.get_state()) for generator, _ in states]
     try:
-        for generator, state in zip(generators, states, strict=True):
+        for generator, state in states:
             generator.set_state(state)
         yield
     finally:
-        for generator, state in zip(generators, after, strict=True):
+        for generator, state in after:
             generator.set_state(state)
 
 
@@ -462,7 +470,7 @@ def _generators(facts: OpFacts, args: Any, kwargs: Any) -> Iterator[torch.Genera
     is_own = facts.name.startswith(_OWN_NAMESPACES)
     if not facts.draws and is_own:
         return
-    if not is_own:
+    if not is_own and not facts.name.startswith(_KERNELS):
         yield from host_generators()
     values = [value for _, value in named_arguments(facts, args, kwargs)]
     given = [value for value in values if isinstance(value, torch.Generator)]

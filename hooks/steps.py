@@ -134,8 +134,8 @@ class StepBuilder:
 
     __slots__ = (
         "__weakref__", "_counts", "_digesters", "_known", "_left_out", "_owed", "_remembered", "_unsettled",
-        "awaited", "calls", "chance", "flying", "gathered", "has_rng", "has_training_forward", "in_part",
-        "is_after_backward", "is_kept", "losses", "received", "recomputed", "record", "same", "top", "writers",
+        "awaited", "calls", "chance", "flying", "gathered", "has_training_forward", "in_part", "is_after_backward",
+        "is_kept", "losses", "read_generators", "received", "recomputed", "record", "same", "top", "writers",
     )  # fmt: skip
 
     def __init__(
@@ -149,7 +149,8 @@ class StepBuilder:
         self.record = StepColumns(step, kind)
         self.is_kept = is_kept
         """A step outside `--steps` and `--every` only counts."""
-        self.has_rng = False
+        self.read_generators: set[bool] = set()
+        """Whether generators were read before a training forward (False), and before an evaluation's (True)."""
         self.has_training_forward = False
         self.is_after_backward = False
         """Between a backward and the next forward: whatever runs now works on gradients."""
@@ -183,7 +184,8 @@ class StepBuilder:
         self._counts: dict[Place, int] = {}
         self._owed: defaultdict[torch.device, dict[int, int]] = defaultdict(dict)
         """Event -> ticket of its digest, for each device."""
-        self._unsettled: set[int] = set()
+        self._unsettled: dict[int, tuple[tuple[int, ...], int]] = {}
+        """Event that is still being written -> its tensor's strides and offset."""
         self._remembered: dict[int, _Remembered] = {}
 
     def remember(self, tensor: torch.Tensor, events: Sequence[int]) -> None:
@@ -541,19 +543,19 @@ class StepBuilder:
             self.miss(f"{site.text(False)}: what a collective writes to a tensor that is not strided")
             return []
         index = self.record.add(site, kind_of(tensor), UNREAD, b"", group, self.same(tuple(inputs)))
-        self._unsettled.add(index)
+        self._unsettled[index] = tensor.stride(), int(tensor.storage_offset())
         return [index]
 
     def settle(self, index: int, tensor: torch.Tensor) -> None:
         """Read a tensor that `reserve` gave a place to; without effect the second time, or when the step is over."""
         if index not in self._unsettled:
             return
-        self._unsettled.discard(index)
+        arrangement = self._unsettled.pop(index)
         plain = digest_plain(tensor) if tensor.is_cpu else None
         kind = plain[0] if plain is not None else plain_on_device(tensor) or kind_of(tensor)
-        if kind != self.record.kinds[index]:
+        if kind != self.record.kinds[index] or arrangement != (tensor.stride(), tensor.storage_offset()):
             site = self.record.sites[index].text(False)
-            self.miss(f"{site}: the program changed the tensor's shape while a collective wrote it")
+            self.miss(f"{site}: the program changed the tensor's shape or strides while a collective wrote it")
             return
         try:
             if tensor.is_cpu:

@@ -167,15 +167,21 @@ static int take_landed(PyObject *ticket, PyObject *kind, Py_ssize_t first, Py_ss
     return 1;
 }
 
-/* Hash what was taken, the interpreter's lock let go: it may be megabytes. -1 with an error set. */
+#define MIN_UNLOCKED_BYTES 65536 /* to get the lock back may take longer than to hash less */
+
+/* Hash what was taken, where it is much with the interpreter's lock let go. -1 with an error set. */
 static int hash_landed(Landed *all, Py_ssize_t count)
 {
+    Py_ssize_t num_bytes = 0;
+    for (Landed *one = all; one < all + count; one++)
+        num_bytes += one->leaves_bytes;
+    PyThreadState *held = num_bytes >= MIN_UNLOCKED_BYTES ? PyEval_SaveThread() : NULL;
     int failed = 0;
-    Py_BEGIN_ALLOW_THREADS;
     for (Landed *one = all; !failed && one < all + count; one++)
         failed = hash_joined((const uint8_t *)PyBytes_AS_STRING(one->header), (size_t)PyBytes_GET_SIZE(one->header), one->leaves,
                              (size_t)one->leaves_bytes, one->digest);
-    Py_END_ALLOW_THREADS;
+    if (held != NULL)
+        PyEval_RestoreThread(held);
     if (failed)
         PyErr_NoMemory();
     return failed;

@@ -21,7 +21,9 @@ static Entry entries[NUM_ENTRIES];
 /* Return the offset of a member that a class has under a name for objects, readable and writable; 0 for any other attribute. */
 static Py_ssize_t find_offset(PyTypeObject *type, PyObject *name)
 {
-    if (type->tp_getattro != PyObject_GenericGetAttr || type->tp_setattro != PyObject_GenericSetAttr)
+    /* With another metaclass the class may answer otherwise than its objects do. */
+    if (type->tp_getattro != PyObject_GenericGetAttr || type->tp_setattro != PyObject_GenericSetAttr ||
+        !Py_IS_TYPE(type, &PyType_Type))
         return 0;
     PyObject *found = PyObject_GetAttr((PyObject *)type, name); /* the descriptor itself, where it is a member's */
     if (found == NULL) {
@@ -50,11 +52,14 @@ static PyObject **slot_of(PyObject *object, PyObject *name)
     uint64_t mixed = ((uint64_t)(uintptr_t)type ^ ((uint64_t)(uintptr_t)name << 20)) * 0x9E3779B97F4A7C15ULL;
     Entry *first = &entries[mixed >> 52 & (NUM_ENTRIES - 2)], *entry = is_of(first, type, name) ? first : first + 1;
     if (!is_of(entry, type, name)) {
-        entry = first->version == 0 ? first : first + 1; /* a place of two, so that hardly any two take it from each other */
-        *entry = (Entry){type, name, 0, find_offset(type, name)};
-        entry->version = type->tp_version_tag; /* looking gives a class one, if it can have one */
-        if (entry->version == 0)
+        Py_ssize_t offset = find_offset(type, name);
+        unsigned version = type->tp_version_tag; /* looking gives a class one, if it can have one */
+        if (version == 0)
             return NULL;
+        /* A place of two, so that hardly any two take it from each other; that of a class which was changed is free. */
+        int is_free = first->version == 0 || (first->type == type && first->name == name);
+        entry = is_free ? first : first + 1;
+        *entry = (Entry){type, name, version, offset};
     }
     return entry->offset > 0 ? (PyObject **)((char *)object + entry->offset) : NULL;
 }
@@ -77,7 +82,8 @@ int set(PyObject *object, PyObject *name, PyObject *value)
 PyObject *like(PyObject *pattern)
 {
     PyTypeObject *type = Py_TYPE(pattern);
-    if (type->tp_base != &PyBaseObject_Type || type->tp_dictoffset != 0 || type->tp_weaklistoffset != 0 || type->tp_itemsize != 0)
+    if (!(type->tp_flags & Py_TPFLAGS_HEAPTYPE) || type->tp_base != &PyBaseObject_Type || type->tp_dictoffset != 0 ||
+        type->tp_weaklistoffset != 0 || type->tp_itemsize != 0)
         return PyErr_Format(PyExc_TypeError, "a class with __slots__ alone, not %R", type);
     PyObject *made = type->tp_alloc(type, 0);
     for (size_t offset = sizeof(PyObject); made != NULL && offset < (size_t)type->tp_basicsize; offset += sizeof(PyObject *))

@@ -99,20 +99,25 @@ def test_a_tensor_that_changes_its_shape_while_a_collective_writes_it_is_not_rea
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with bitcheck.record(tmp_path / "run", model, optimizer) as rec:
-        for change in (lambda tensor: None, lambda tensor: tensor.resize_(2), lambda tensor: tensor.resize_(2, 2)):
-            reduced = torch.ones(4)
+        for change in (
+            lambda tensor: None,
+            lambda tensor: tensor.resize_(2),
+            lambda tensor: tensor.unsqueeze_(0),
+            lambda tensor: tensor.t_(),
+        ):
+            reduced = torch.ones(2, 2)
             work = dist.all_reduce(reduced, async_op=True)
             change(reduced)
             work.wait()
-        dist.all_reduce(torch.ones(4))
+        dist.all_reduce(torch.ones(2, 2))
         train(model, optimizer)
         rec.step()
     digests, unobserved = recorded_step(tmp_path / "run")
-    outputs = [digests[f"comm/all_reduce.sum.world:out.0{number}"] for number in ("", "#1", "#2", "#3")]
-    assert [digest == UNREAD for digest in outputs] == [False, True, True, False]
-    assert outputs[0] == outputs[3]
-    changed = "the program changed the tensor's shape while a collective wrote it"
-    assert unobserved == {f"comm/all_reduce.sum.world:out.0{number}: {changed}": 1 for number in ("#1", "#2")}
+    outputs = [digests[f"comm/all_reduce.sum.world:out.0{number}"] for number in ("", "#1", "#2", "#3", "#4")]
+    assert [digest == UNREAD for digest in outputs] == [False, True, True, True, False]
+    assert outputs[0] == outputs[4]
+    changed = "the program changed the tensor's shape or strides while a collective wrote it"
+    assert unobserved == {f"comm/all_reduce.sum.world:out.0{number}: {changed}": 1 for number in ("#1", "#2", "#3")}
 
 
 def test_a_sparse_collective_is_counted_and_the_recording_goes_on(tmp_path: Path) -> None:

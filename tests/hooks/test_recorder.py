@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import time
 import weakref
@@ -482,7 +483,7 @@ def test_what_the_program_computes_between_two_modules_is_no_modules_and_not_the
         torch.manual_seed(0)
         first, second = nn.Linear(8, 8), nn.Linear(8, 8)
         optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1e-3)
-        with bitcheck.record(folder, level="module") as rec:
+        with bitcheck.record(folder, first, optimizer, level="module") as rec:
             for step in range(3):
                 between = first(torch.ones(4, 8)) * (factor if step == 1 else 1.0)
                 second(between).square().mean().backward()
@@ -500,3 +501,86 @@ def test_what_the_program_computes_between_two_modules_is_no_modules_and_not_the
     assert [(origin.step, origin.site) for origin in answer.origins] == [(1, "forward/Linear_2:in.0")]
     assert "is given other bits" in answer.explanation and "outside its modules" in answer.explanation
     assert "hands to this one" in answer.remedy and "in this module" not in answer.remedy
+
+
+def test_what_the_initial_snapshot_has_it_has_once(tmp_path: Path) -> None:
+    """The second module is met after the first one's state was taken; then what is known already is passed over."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1e-3, momentum=0.9)
+    with bitcheck.record(tmp_path / "run", first, optimizer, level="module") as rec:
+        for _ in range(2):
+            second(first(torch.ones(1, 2))).sum().backward()
+            optimizer.step()
+            rec.step()
+    with open_run(tmp_path / "run") as run:
+        initial = run.rank(0).load(0)
+    assert initial.kind is StepKind.INITIAL
+    names = [site.text(True) for site in initial.sites if site.phase is Phase.PARAM]
+    assert "param/Linear.weight:value" in names
+    assert not [site for site in initial.sites if site.occurrence], names
+
+
+def test_of_two_states_of_one_name_the_first_is_recorded(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    kept, other = torch.ones(3), torch.zeros(3)
+    with bitcheck.record(tmp_path / "run", model, optimizer) as rec:
+        optimizer.state[model.weight] = {1: kept, "1": other}
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        rec.step()
+    with open_run(tmp_path / "run") as run:
+        step = run.rank(0).load(1)
+    found = [
+        step.digests[index].tobytes()
+        for index, site in enumerate(step.sites)
+        if (site.phase, site.path, site.slot) == (Phase.OPTIM, "weight", "1")
+    ]
+    assert found == [digest_tensor(kept)[0]]
+
+
+@pytest.mark.parametrize("forgotten", ["", "data", "python"])
+def test_an_evaluation_before_the_checkpoint_is_not_taken_for_a_generator(forgotten: str, tmp_path: Path) -> None:
+    """The evaluation draws, then the checkpoint is saved: the resumed run begins with what that left."""
+
+    def train(folder: Path, saved: dict[str, Any] | None) -> dict[str, Any]:
+        torch.manual_seed(0)
+        random.seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        data = torch.Generator().manual_seed(3)
+        start = 3 if saved is not None else 0
+        if saved is not None:
+            model.load_state_dict(saved["model"])
+            if forgotten != "data":
+                data.set_state(saved["data"])
+            if forgotten != "python":
+                random.setstate(saved["python"])
+        with bitcheck.record(folder, model, optimizer, level="module", start_step=start) as rec:
+            for step in range(start, 6):
+                model.train()
+                (model(torch.randn(2, 4, generator=data)).square().sum() * random.random()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                rec.step()
+                if step == 2:
+                    model.eval()
+                    with torch.no_grad():
+                        model(torch.ones(2, 4) * random.random())
+                    parameters = {name: value.clone() for name, value in model.state_dict().items()}
+                    kept = {"model": parameters, "data": data.get_state(), "python": random.getstate()}
+        return kept if saved is None else saved
+
+    train(tmp_path / "b", train(tmp_path / "a", None))
+    with open_run(tmp_path / "a") as baseline, open_run(tmp_path / "b") as candidate:
+        answer = diff_runs(baseline, candidate)
+    found = [(origin.site, str(origin.cause)) for origin in answer.origins]
+    entering = {"data": ("batch/Linear:in.0", "data"), "python": ("rng/python:state", "rng")}
+    evaluation = [("batch/Linear:in.0@eval", "structure")]
+    if forgotten:
+        assert entering[forgotten] in found
+    else:
+        assert found == evaluation
+        assert "the training state is equal" in answer.explanation
+    assert (("rng/python:state", "rng") in found) == (forgotten == "python")

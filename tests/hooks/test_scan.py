@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,9 @@ _chance = random.SystemRandom()
 _library = torch.library.Library("bitcheck_tests_scan", "DEF")
 _library.define("noisy(Tensor x) -> Tensor")
 _library.define("seeded(Tensor x) -> Tensor")
+_library.define("quiet(Tensor x) -> Tensor")
 _library.impl("noisy", lambda x: x + _chance.random(), "CPU")
+_library.impl("quiet", lambda x: x * 2, "CPU")
 _library.impl("seeded", lambda x: x + random.random() + np.random.random() + np.random.normal(), "CPU")
 _library.define("noisy_(Tensor(a!) x) -> ()")
 _library.define("holes(Tensor x) -> Tensor")
@@ -136,6 +139,26 @@ def test_an_operator_whose_python_draws_draws_what_it_would_in_a_bare_run(poison
     assert [name for name in bare if not torch.equal(bare[name], scanned[name])] == []
     assert bare_states == scanned_states
     assert report["findings"] == [] and report["skipped"] == {}
+
+
+def test_what_another_thread_draws_is_no_operations() -> None:
+    def draw() -> None:
+        while not is_over.is_set():
+            drawn.append(random.random())
+
+    random.seed(1)
+    drawn: list[float] = []
+    is_over = threading.Event()
+    drawer = threading.Thread(target=draw)
+    drawer.start()
+    try:
+        scan(lambda x: ops.quiet(x.detach()) + x, steps=60)
+    finally:
+        is_over.set()
+        drawer.join()
+    random.seed(1)
+    assert len(drawn) > 1000
+    assert drawn == [random.random() for _ in drawn]
 
 
 def test_an_operation_that_writes_in_place_keeps_its_first_result(monkeypatch: pytest.MonkeyPatch) -> None:
