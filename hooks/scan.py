@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -44,6 +45,7 @@ from bitcheck.hooks.placement import this_placement
 from bitcheck.hooks.recorder import Recorder
 from bitcheck.hooks.rng import HostGenerator, host_generators, same_state
 from bitcheck.hooks.steps import StepBuilder
+from bitcheck.hooks.writer import WRITER
 from bitcheck.settings import Settings
 
 PATTERNS = (0x11, 0x77)
@@ -51,6 +53,7 @@ PATTERNS = (0x11, 0x77)
 RACE, UNINITIALISED = "race", "uninitialised"
 _OWN_NAMESPACES = ("aten", "prims", "c10d")
 _KERNELS = "triton."
+_SHARED = "operators that drew from Python's or numpy's generator, or ran while another thread did"
 
 Results = list[tuple[str, torch.Tensor]]
 
@@ -232,11 +235,15 @@ class ScanHooks(OpHooks):
 
     @paused
     def _try_again(self, trial: _Trial, result: Any) -> None:
-        trial.note_executed()
         where, facts = trial.where, trial.facts
+        first = trial.results(trial.args, trial.kwargs, result)
+        if not trial.note_executed():
+            self._skipped[_SHARED] += 1
+            for _, tensor in first if self._poison else ():
+                self._note_written(tensor, None)
+            return
         key = (where.phase, where.root, where.path, facts.name, where.node)
         self._executed[key] += 1
-        first = trial.results(trial.args, trial.kwargs, result)
         try:
             if self._poison and not trial.is_own:
                 # Its own fresh memory would differ from one execution to the next: the same in two of them.
@@ -378,11 +385,17 @@ class _Trial:
         self._drawn = [(generator, generator.get_state()) for generator in _generators(facts, args, kwargs)]
         """Generators that it may draw from, with their states before; after `note_executed` those that it drew from."""
 
-    def note_executed(self) -> None:
-        """It has run: a generator that did not move it does not draw from, and other threads may."""
+    def note_executed(self) -> bool:
+        """It has run: a generator that did not move it does not draw from, and other threads may.
+
+        False where it cannot be executed again: Python's or numpy's generator moved, and another thread may have drawn,
+        whose numbers would come twice.
+        """
         self._drawn = [
             (generator, state) for generator, state in self._drawn if not same_state(generator.get_state(), state)
         ]
+        is_moved = any(isinstance(generator, HostGenerator) for generator, _ in self._drawn)
+        return not (is_moved and _has_other_threads())
 
     @property
     def is_own(self) -> bool:
@@ -463,6 +476,12 @@ def _put_back(states: list[tuple[torch.Generator | HostGenerator, Any]]) -> Iter
     finally:
         for generator, state in after:
             generator.set_state(state)
+
+
+def _has_other_threads() -> bool:
+    """Whether the program has threads beside this one."""
+    own = threading.current_thread()
+    return any(thread is not own and thread.name != WRITER for thread in threading.enumerate())
 
 
 def _generators(facts: OpFacts, args: Any, kwargs: Any) -> Iterator[torch.Generator | HostGenerator]:

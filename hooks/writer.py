@@ -16,6 +16,8 @@ from bitcheck.errors import BitcheckError, DigestError, RecordingError
 from bitcheck.events import StepColumns
 from bitcheck.hooks.steps import StepBuilder
 
+WRITER = "bitcheck-writer"
+"""The thread's name."""
 MAX_WAITING_STEPS = 4
 """Steps that may wait for the disk, that being written among them, before the training does."""
 
@@ -44,7 +46,7 @@ class StepWriter:
         self._room = threading.Semaphore(MAX_WAITING_STEPS)
         self.error: BitcheckError | None = None
         self._late: list[StepBuilder] = []
-        self._thread = threading.Thread(target=self._run, name="bitcheck-writer", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=WRITER, daemon=True)
         self._thread.start()
 
     def put(self, builder: StepBuilder) -> None:

@@ -53,7 +53,7 @@ def one_event() -> list[list[Any]]:
 
 def test_slots_are_read_whatever_their_order() -> None:
     order = list(COLUMNS)
-    for seed in range(3000):  # more classes than the table has entries, at addresses that are used again
+    for seed in range(900):  # more than the table has entries, at addresses that are used again
         random.Random(seed).shuffle(order)
         columns = filled(columns_class(tuple(order)))
         assert add(columns) == 0
