@@ -123,7 +123,11 @@ def test_an_operation_that_disagrees_with_itself_is_named_with_module_count_and_
 
 
 @pytest.mark.parametrize("poison", [False, True])
-def test_an_operator_whose_python_draws_draws_what_it_would_in_a_bare_run(poison: bool) -> None:
+def test_an_operator_whose_python_draws_draws_what_it_would_in_a_bare_run(
+    poison: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bitcheck.hooks.scan._has_other_threads", lambda: False)  # those of pytest-xdist draw nothing
+
     def run(is_scanned: bool) -> tuple[dict[str, torch.Tensor], object, str, dict[str, Any]]:
         random.seed(1)
         np.random.seed(1)
