@@ -238,9 +238,7 @@ class ScanHooks(OpHooks):
         where, facts = trial.where, trial.facts
         first = trial.results(trial.args, trial.kwargs, result)
         if not trial.note_executed():
-            self._skipped[_SHARED] += 1
-            for _, tensor in first if self._poison else ():
-                self._note_written(tensor, None)
+            self._skip(_SHARED, first)
             return
         key = (where.phase, where.root, where.path, facts.name, where.node)
         self._executed[key] += 1
@@ -259,9 +257,13 @@ class ScanHooks(OpHooks):
                 self._try_poisoned(key, trial, first)
         except Exception as error:  # noqa: BLE001  the program's own execution went well; it must go on
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            self._skipped[f"{facts.name} could not be executed again: {reason}"] += 1
-            for _, tensor in first if self._poison else ():
-                self._note_written(tensor, None)
+            self._skip(f"{facts.name} could not be executed again: {reason}", first)
+
+    def _skip(self, reason: str, written: Results) -> None:
+        """Count an operation that is not executed again; what it wrote counts as written in full."""
+        self._skipped[reason] += 1
+        for _, tensor in written if self._poison else ():
+            self._note_written(tensor, None)
 
     def _note(self, key: tuple[Any, ...], trial: _Trial, kind: str, changed: list[tuple[str, torch.Tensor]]) -> None:
         if not changed:

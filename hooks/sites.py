@@ -85,9 +85,7 @@ class Row:
 class Known:
     """What the steps of one recorder have in common."""
 
-    __slots__ = (
-        "_places", "_rows", "_values",
-    )  # fmt: skip
+    __slots__ = ("_places", "_rows", "_values")
 
     def __init__(self) -> None:
         self._values: dict[tuple[Any, ...], tuple[Any, ...]] = {}

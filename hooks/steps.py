@@ -537,9 +537,8 @@ class StepBuilder:
         """Give a strided tensor that is still being written its place; `settle` reads it. Any other is missed."""
         if not self.is_kept:
             return []
-        if (
-            tensor.layout is not torch.strided or tensor.is_nested
-        ):  # its parts are known when it is there, its sites are not
+        # The parts of any other are known when it is there: too late for sites of their own.
+        if tensor.layout is not torch.strided or tensor.is_nested:
             self.miss(f"{site.text(False)}: what a collective writes to a tensor that is not strided")
             return []
         index = self.record.add(site, kind_of(tensor), UNREAD, b"", group, self.same(tuple(inputs)))

@@ -5,9 +5,6 @@
 #define NUM_SLOTS 16
 static PyObject *slots[NUM_SLOTS];
 
-/* Places of the fields of a `Group`. */
-enum { GROUP_OP = 3, GROUP_PARENT, GROUP_SIZE };
-
 /* --- which tensors there are */
 
 /* Whether a value is a tensor, of any class: 1, 0, or -1 with an error set. */
@@ -470,35 +467,15 @@ static int record_arguments(PyObject *hooks, PyObject *builder, PyObject *call, 
     return failed;
 }
 
-/* Return the computation that a call is, as `Sites.group`: mostly that of the step before. */
-static PyObject *group_of_call(PyObject *sites, PyObject *phase, PyObject *kind, PyObject *above)
-{
-    PyObject *group = get(sites, name__group), *node = group != NULL ? get(sites, name__node) : NULL;
-    int is_same = node == NULL ? -1 : group != Py_None && PyTuple_Check(group) && PyTuple_GET_SIZE(group) == GROUP_SIZE;
-    if (is_same == 1)
-        is_same = PyObject_RichCompareBool(PyTuple_GET_ITEM(group, GROUP_PARENT), above, Py_EQ);
-    if (is_same == 1)
-        is_same = PyObject_RichCompareBool(PyTuple_GET_ITEM(group, GROUP_OP), kind, Py_EQ);
-    if (is_same == 1)
-        is_same = PyObject_RichCompareBool(node, name_empty, Py_EQ);
-    Py_XDECREF(node);
-    if (is_same == 1)
-        return group;
-    Py_XDECREF(group);
-    return is_same < 0 ? NULL : PyObject_CallMethodObjArgs(sites, name_group, phase, kind, above, NULL);
-}
-
 /* Open the computation that a call is, as `builder.open_group(sites.group(...))`; return its number. */
 static PyObject *open_call_group(PyObject *builder, PyObject *sites, PyObject *phase, PyObject *module, PyObject *parent)
 {
     PyObject *above = parent != Py_None ? get(parent, name_group) : PyLong_FromLong(-1), *number = NULL;
     PyObject *kind = above != NULL ? PyObject_CallOneArg(class_name, module) : NULL;
-    PyObject *group = kind != NULL ? group_of_call(sites, phase, kind, above) : NULL;
-    if (group != NULL)
-        number = append_group(builder, group);
+    if (kind != NULL)
+        number = open_group_at(builder, sites, phase, kind, above, name_empty);
     Py_XDECREF(above);
     Py_XDECREF(kind);
-    Py_XDECREF(group);
     return number;
 }
 

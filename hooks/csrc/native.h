@@ -351,8 +351,8 @@ int submit_few(PyObject *digester, Py_ssize_t count, PyObject *const *tensors, P
 /* Return the sites of what is recorded next at a place of the program, as `StepBuilder.next_sites`. */
 PyObject *next_sites(PyObject *builder, PyObject *phase, PyObject *root, PyObject *path, PyObject *slot, PyObject *is_eval);
 
-/* Add an event for each of up to FEW_TENSORS tensors, the first of which lies on a device, as `StepBuilder._add_on_device`: 1, with the events of
- * each, new references; 0 where the Python has to, since they are many, not plain, of several devices, or `submit_few` leaves
+/* Add an event for each of up to FEW_TENSORS tensors, the first of which lies on a device, as
+ * `StepBuilder._add_on_device`: 1, with the events of each, new references; 0 where the Python has to, since they are many, not plain, of several devices, or `submit_few` leaves
  * them to it; -1 with an error set. */
 int add_on_device(PyObject *builder, Py_ssize_t count, PyObject *const *sites, PyObject *const *tensors, PyObject *group,
                   PyObject *const *sources, PyObject **added);
@@ -368,6 +368,10 @@ int have_landed(PyObject *builder, Py_ssize_t count, PyObject *const *tensors);
 
 /* Open a computation that is described already, as `StepBuilder.open_group`; return its number. */
 PyObject *append_group(PyObject *builder, PyObject *group);
+
+/* Open the computation that an execution at one place is, mostly described as in the step before, as
+ * `StepBuilder.open_group(sites.group(kind, op, parent, node))`; return its number. */
+PyObject *open_group_at(PyObject *builder, PyObject *sites, PyObject *kind, PyObject *op, PyObject *parent, PyObject *node);
 
 /* Return a computation that no other encloses, as `StepBuilder.same` has it; NULL where no step had it, or with an error
  * set. */

@@ -20,7 +20,6 @@ enum {
     NUM_FACTS
 };
 enum { WHERE_BUILDER, WHERE_PHASE, WHERE_ROOT, WHERE_PATH, WHERE_PARENT, WHERE_IS_EVAL, WHERE_NODE, NUM_WHERE };
-enum { GROUP_OP = 3, GROUP_PARENT, NUM_GROUP };
 enum { OPENED_BUILDER, OPENED_SITES, OPENED_GROUP, OPENED_INPUTS, OPENED_WRITTEN, OPENED_STORAGES, OPENED_LINE, NUM_OPENED };
 
 /* The members of these tuples are read where they lie, so a tuple is looked at first: 1; 0 with an error set. */
@@ -640,36 +639,11 @@ end:
     return where;
 }
 
-/* Open the group of an operation, as `StepBuilder.open_group(sites.group("op", ...))`; return its number. */
+/* Open the group of an operation; return its number. */
 static PyObject *open_group(PyObject *builder, PyObject *sites, PyObject *facts, PyObject *where)
 {
-    PyObject *name = PyTuple_GET_ITEM(facts, FACTS_NAME), *parent = PyTuple_GET_ITEM(where, WHERE_PARENT);
-    PyObject *node = PyTuple_GET_ITEM(where, WHERE_NODE), *number = NULL, *known_node = NULL;
-    PyObject *group = get(sites, name__group);
-    if (group == NULL || (known_node = get(sites, name__node)) == NULL)
-        goto end;
-    int is_same = group != Py_None;
-    if (is_same && !is_tuple_of(group, NUM_GROUP, "a Group"))
-        goto end;
-    if (is_same)
-        is_same = PyObject_RichCompareBool(PyTuple_GET_ITEM(group, GROUP_PARENT), parent, Py_EQ);
-    if (is_same > 0)
-        is_same = PyObject_RichCompareBool(known_node, node, Py_EQ);
-    if (is_same > 0 && PyUnicode_GET_LENGTH(node) == 0)
-        is_same = PyObject_RichCompareBool(PyTuple_GET_ITEM(group, GROUP_OP), name, Py_EQ);
-    if (is_same < 0)
-        goto end;
-    if (!is_same) {
-        PyObject *own = PyObject_CallMethodObjArgs(sites, name_group, name_op, name, parent, node, NULL);
-        Py_SETREF(group, own);
-        if (group == NULL)
-            goto end;
-    }
-    number = append_group(builder, group);
-end:
-    Py_XDECREF(group);
-    Py_XDECREF(known_node);
-    return number;
+    return open_group_at(builder, sites, name_op, PyTuple_GET_ITEM(facts, FACTS_NAME), PyTuple_GET_ITEM(where, WHERE_PARENT),
+                         PyTuple_GET_ITEM(where, WHERE_NODE));
 }
 
 /* --- an operation that is about to run */

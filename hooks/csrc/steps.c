@@ -72,6 +72,35 @@ PyObject *same(PyObject *builder, PyObject *value)
     return found;
 }
 
+/* Places of the fields of a `Group`. */
+enum { GROUP_OP = 3, GROUP_PARENT, NUM_GROUP };
+
+PyObject *open_group_at(PyObject *builder, PyObject *sites, PyObject *kind, PyObject *op, PyObject *parent, PyObject *node)
+{
+    PyObject *group = get(sites, name__group), *known_node = group != NULL ? get(sites, name__node) : NULL, *number = NULL;
+    if (known_node == NULL)
+        goto end;
+    int is_same = group != Py_None;
+    if (is_same && (!PyTuple_Check(group) || PyTuple_GET_SIZE(group) != NUM_GROUP)) {
+        PyErr_Format(PyExc_TypeError, "a Group, not %R", group);
+        goto end;
+    }
+    if (is_same)
+        is_same = PyObject_RichCompareBool(PyTuple_GET_ITEM(group, GROUP_PARENT), parent, Py_EQ);
+    if (is_same > 0)
+        is_same = PyObject_RichCompareBool(known_node, node, Py_EQ);
+    if (is_same > 0 && PyUnicode_GET_LENGTH(node) == 0)
+        is_same = PyObject_RichCompareBool(PyTuple_GET_ITEM(group, GROUP_OP), op, Py_EQ);
+    if (is_same == 0)
+        Py_SETREF(group, PyObject_CallMethodObjArgs(sites, name_group, kind, op, parent, node, NULL));
+    if (is_same >= 0 && group != NULL)
+        number = append_group(builder, group);
+end:
+    Py_XDECREF(group);
+    Py_XDECREF(known_node);
+    return number;
+}
+
 PyObject *known_group(PyObject *builder, PyObject *kind, PyObject *root, PyObject *path, PyObject *op)
 {
     PyObject *known = get(builder, name__known), *values = known != NULL ? get(known, name__values) : NULL;
